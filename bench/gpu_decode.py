@@ -202,8 +202,9 @@ def prefill(run: Run) -> Iterator[dict[str, Any]]:
                 run_steps(core, [out])
                 spent = statistics.median(run_steps(core, [out]) for _ in range(3))
                 flops = work.prefill_flops(tokens)
-                row = dict(name=name, shape=f"{tokens} tokens", microseconds=spent * 1e6, achieved=flops / spent,
-                           limit=rate, ratio=flops / spent / rate, unit="FLOP/s")  # fmt: skip
+                row: dict[str, Any] = dict(name=name, shape=f"{tokens} tokens", microseconds=spent * 1e6,
+                                           achieved=flops / spent, limit=rate,
+                                           ratio=flops / spent / rate, unit="FLOP/s")  # fmt: skip
                 if tokens == 8192:
                     row |= dict(target=_PREFILL_TARGET, passed=row["ratio"] >= _PREFILL_TARGET)
                 yield row

@@ -157,8 +157,8 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
                 yield refused(error, "serve, transformers", shape)
                 return
             yield dict(name="serve, transformers", shape=shape, achieved=tokens / spent, unit="tokens/s", note=chosen)
-            row = dict(name="serve, over transformers", shape=shape, achieved=ours, limit=tokens / spent,
-                       ratio=ours * spent / tokens, unit="tokens/s")  # fmt: skip
+            row: dict[str, Any] = dict(name="serve, over transformers", shape=shape, achieved=ours,
+                                       limit=tokens / spent, ratio=ours * spent / tokens, unit="tokens/s")  # fmt: skip
             yield row if run.tiny else row | dict(target=_PEER_TARGET, passed=row["ratio"] >= _PEER_TARGET)
             if run.seconds_left < 1.1 * (time.monotonic() - begun):
                 return
@@ -261,6 +261,6 @@ def arrivals(run: Run) -> Iterator[dict[str, Any]]:
     with engine(run, config, itl_target_ms=target, **common) as core:
         itl_gaps(core, [*short[:2], *long[:1]])
         mixed = p99(core, short + long)
-        row = dict(name=name, shape=f"{shape} {beside}", achieved=mixed, limit=alone, ratio=mixed / alone, unit="ms",
-                   note=f"itl_target_ms {target:g}")  # fmt: skip
+        row: dict[str, Any] = dict(name=name, shape=f"{shape} {beside}", achieved=mixed, limit=alone,
+                                   ratio=mixed / alone, unit="ms", note=f"itl_target_ms {target:g}")  # fmt: skip
         yield row if run.tiny else row | dict(target=_ITL_TARGET, passed=row["ratio"] <= _ITL_TARGET)

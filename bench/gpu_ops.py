@@ -105,7 +105,7 @@ def _rotate_and_write(
 ) -> list[Tensor]:
     """Query, and what the slots hold afterwards; with norms if there are weights."""
     layer, batch = _layer(ops, spec, len(qkv), qkv), _batch(len(qkv), qkv.device)
-    norms = HeadNorms(*weights, 1e-6) if weights else None
+    norms = HeadNorms(weights[0], weights[1], 1e-6) if weights else None
     angles = Angles(cos, sin, 2 * cos.shape[1], torch.arange(len(qkv), device=qkv.device))
     query = ops.rotate_and_write(qkv.clone(), layer, batch, norms, angles)
     pools = [layer.cache.key, layer.cache.value]
@@ -167,7 +167,7 @@ def _timed_rotate_and_write(spec: LayerSpec, num_tokens: int, device: torch.devi
 
     def rotate_and_write(ops: Any, qkv: Tensor, cos: Tensor, sin: Tensor, *weights: Tensor) -> Tensor:
         angles = Angles(cos, sin, 2 * cos.shape[1], positions)
-        return ops.rotate_and_write(qkv, layers[ops], batch, HeadNorms(*weights, 1e-6), angles)
+        return ops.rotate_and_write(qkv, layers[ops], batch, HeadNorms(weights[0], weights[1], 1e-6), angles)
 
     return rotate_and_write
 

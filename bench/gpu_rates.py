@@ -41,13 +41,13 @@ def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: in
             for call in calls:
                 call()
         times = []
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(rounds + 3):
-            start.record()
+            begun.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / len(calls))
+            ended.record()
+            ended.synchronize()
+            times.append(begun.elapsed_time(ended) / 1e3 / len(calls))
     return statistics.median(times[3:])
 
 

@@ -133,7 +133,9 @@ def run_all(args: argparse.Namespace) -> int:
             ended[-1]["seconds"] = time.monotonic() - begun
     finally:
         rows = gpu_rows.read(rows_file)
-        origin = {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
+        origin: dict[str, Any] = (
+            {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
+        )
         record = gpu_rows.write_record(args.output, what, origin | dict(budget=args.budget, stages=ended, rows=rows))
         print(f"\n{', '.join([origin['card'], *map(' '.join, origin.get('versions', {}).items())])}")
         _print_table(ended, rows)

@@ -82,9 +82,9 @@ def write_layers(model: LlamaForCausalLM, generator: torch.Generator) -> None:
     values[:CODE, :CODE] = torch.eye(CODE) * second
     weights(1, "o")[NEXT : NEXT + CODE, :CODE] = torch.eye(CODE)
 
-    head = state["lm_head.weight"]
-    head.zero_()
-    head[:, NEXT : NEXT + CODE] = CERTAINTY * last * codes
+    lm_head = state["lm_head.weight"]
+    lm_head.zero_()
+    lm_head[:, NEXT : NEXT + CODE] = CERTAINTY * last * codes
 
 
 @torch.no_grad()
