@@ -64,7 +64,7 @@ def copy_rate(device: torch.device) -> float:
 
 
 @triton.jit
-def _max_kernel(source, largest, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _max_kernel(source, largest, BLOCK: tl.constexpr):
     """Largest of each `BLOCK` integers; their sum would overflow, which triton 3.6's interpreter refuses."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(largest + tl.program_id(0), tl.max(tl.load(source + offsets), axis=0))
