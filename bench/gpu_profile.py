@@ -1,4 +1,4 @@
-"""What the profiler says about some steps: launches, the time in which the GPU is busy, and its dearest kernels."""
+"""The profile of some steps: launches, the time in which the GPU is busy, and its dearest kernels."""
 
 from __future__ import annotations
 

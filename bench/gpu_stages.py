@@ -57,7 +57,7 @@ STAGES = (
     Stage("kernels", 90, "gpu_stages:kernels", "the kernels' times that have targets, and their checks"),
     Stage("prefill", 40, "gpu_decode:prefill", "prefills of an 8B over the GEMM rate"),
     # Some 20 engines of 6 to 8 s each.
-    Stage("options", 150, "gpu_engine:options", "an 8B with launch-ahead, fp8 weights and fp8 KV on and off"),
+    Stage("options", 150, "gpu_options:options", "each switch of the engine on, over all of them off"),
     # 15 s to load; a pair of runs takes 20 to 60 s, nearly all of it transformers'.
     Stage("serve", 110, "gpu_engine:serve", "256 requests to a 0.6B: this engine, transformers' continuous batching"),
     Stage("arrivals", 55, "gpu_engine:arrivals", "Poisson arrivals at an 8B with and without prompts of 12K tokens"),
