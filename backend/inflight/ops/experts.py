@@ -93,12 +93,11 @@ class ExpertOps(Protocol):
     def unsupported(self, experts: ExpertProducts, dtype: torch.dtype) -> str | None:
         """Why it cannot compute these experts for tokens in `dtype`; None if it can."""
 
-    def prepare(self, experts: ExpertProducts, dtype: torch.dtype, num_choices: int) -> None:
+    def prepare(self, experts: ExpertProducts, dtype: torch.dtype) -> None:
         """Compile every kernel that a step of any size launches, so that nothing is compiled while requests wait.
 
         Args:
             dtype: of tokens and routing weights.
-            num_choices: K
         """
 
     def experts(self, x: Tensor, experts: ExpertProducts, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ gate = SwiGlu(True, 7.0, 1.702) if packed else SwiGlu()
 parts = [weights(num_experts, *size, packed=packed) for size in ((2 * inner, hidden), (hidden, inner))]
 experts = ExpertProducts(*parts, gate)
 with target(arch) as compiled:
-    GpuExperts().prepare(experts, dtype, num_choices)
+    GpuExperts().prepare(experts, dtype)
     at_load = len(compiled)
     for tokens in (1, 2, 16, 33, 300, 2048):
         x = torch.empty(tokens, hidden, dtype=dtype)

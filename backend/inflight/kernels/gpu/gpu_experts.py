@@ -62,11 +62,11 @@ class GpuExperts:
                 return f"weights in {str(weights.values.dtype).removeprefix('torch.')} for tokens in another dtype"
         return None
 
-    def prepare(self, experts: ExpertProducts, dtype: torch.dtype, num_choices: int) -> None:
+    def prepare(self, experts: ExpertProducts, dtype: torch.dtype) -> None:
         """See `ExpertOps.prepare`."""
         device = experts.gate_up.values.device
         x = torch.zeros(1, experts.gate_up.num_inputs, dtype=dtype, device=device)
-        index = torch.zeros(1, num_choices, dtype=torch.int64, device=device)
+        index = torch.zeros(1, 1, dtype=torch.int64, device=device)
         for tile in _tiles(dtype):
             _experts(x, experts, index, index.to(dtype), tile)
 
@@ -97,8 +97,8 @@ def _experts(x: Tensor, experts: ExpertProducts, index: Tensor, weights: Tensor,
     out = x.new_empty(num_tokens, width)
     block = min(_COMBINE_BLOCK, triton.next_power_of_2(width))
     combine_kernel[(num_tokens, triton.cdiv(width, block))](
-        results, index, weights, out,
-        NUM_EXPERTS=num_experts, NUM_CHOICES=num_choices, WIDTH=width, BLOCK=block, num_warps=4,
+        results, index, weights, out, num_choices,
+        NUM_EXPERTS=num_experts, WIDTH=width, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -121,8 +121,8 @@ def _product(
     assert x.stride(1) == 1
     product_kernel[(num_tiles, triton.cdiv(weights.num_outputs, tile.outputs))](
         x, order, ends, values, weights.scales, weights.bias, out,
-        x.stride(0), *values.stride(), 0.0 if gate.limit is None else gate.limit, gate.alpha,
-        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts), NUM_CHOICES=num_choices,
+        num_choices, x.stride(0), *values.stride(), 0.0 if gate.limit is None else gate.limit, gate.alpha,
+        NUM_EXPERTS=num_experts, EXPERTS=triton.next_power_of_2(num_experts),
         NUM_INPUTS=weights.num_inputs, NUM_OUTPUTS=weights.num_outputs,
         IS_FIRST=weights is experts.gate_up, INTERLEAVED=gate.interleaved, CLAMPED=gate.limit is not None,
         BLOCK_M=tile.rows, BLOCK_N=tile.outputs, BLOCK_K=tile.inputs, DOT=_operands(x.dtype),

@@ -93,11 +93,11 @@ def _gate(sums, limit, alpha, CLAMPED: tl.constexpr, BLOCK_N: tl.constexpr, BLOC
     return gate / (1.0 + tl.exp(-gate)) * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices"])
 def product_kernel(
     x_ptr, order_ptr, ends_ptr, values_ptr, scales_ptr, bias_ptr, out_ptr,
-    x_stride, expert_stride, output_stride, input_stride, limit, alpha,
-    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, NUM_CHOICES: tl.constexpr,
+    num_choices, x_stride, expert_stride, output_stride, input_stride, limit, alpha,
+    NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr,
     NUM_INPUTS: tl.constexpr, NUM_OUTPUTS: tl.constexpr,
     IS_FIRST: tl.constexpr, INTERLEAVED: tl.constexpr, CLAMPED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
@@ -115,7 +115,7 @@ def product_kernel(
     places = first + tl.arange(0, BLOCK_M)
     is_row = places < end
     pairs = tl.load(order_ptr + places, mask=is_row, other=0)
-    rows = (pairs // NUM_CHOICES if IS_FIRST else places).to(tl.int64)
+    rows = (pairs // num_choices if IS_FIRST else places).to(tl.int64)
     outputs = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_output = outputs < NUM_OUTPUTS
     if IS_FIRST:
@@ -155,10 +155,10 @@ def product_kernel(
         tl.store(places_out, sums.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_choices"])
 def combine_kernel(
-    x_ptr, index_ptr, weights_ptr, out_ptr,
-    NUM_EXPERTS: tl.constexpr, NUM_CHOICES: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    x_ptr, index_ptr, weights_ptr, out_ptr, num_choices,
+    NUM_EXPERTS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of a token's pairs, in float32, in the order of its choices.
 
@@ -167,8 +167,8 @@ def combine_kernel(
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros((BLOCK,), tl.float32)
-    for choice in range(NUM_CHOICES):
-        pair = token * NUM_CHOICES + choice
+    for choice in range(num_choices):
+        pair = token * num_choices + choice
         expert = tl.load(index_ptr + pair)
         if (expert >= 0) & (expert < NUM_EXPERTS):
             x = tl.load(x_ptr + pair * WIDTH + columns, mask=columns < WIDTH, other=0.0)
