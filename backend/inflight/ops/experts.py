@@ -86,7 +86,7 @@ class ExpertProducts:
 
 
 class ExpertOps(Protocol):
-    """An implementation of experts.  T tokens, each of which goes to K experts."""
+    """An implementation of experts.  Each of T tokens goes to K experts."""
 
     name: str
 
