@@ -18,6 +18,7 @@ from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
+from inflight.kernels.gpu.gpu_varlen import VarlenAttention
 from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
 from inflight.ops.experts import ExpertOps
@@ -55,9 +56,17 @@ _COST = {
 
 
 def select_attention(
-    name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
+    name: str,
+    specs: list[LayerSpec],
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    kernels: KernelConfig | None = None,
 ) -> AttentionBackend:
     """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
+
+    Args:
+        kernels: switches; None: all are off.
 
     Raises:
         ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
@@ -74,9 +83,9 @@ def select_attention(
         raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}; use 'auto'")
     if name in _GPU_ONLY and device.type == "cpu" and not interpreted():
         raise _config_error(f"attention_backend={name!r} runs on a CUDA device, not on {device.type}; use 'auto'")
-    reasons = ""
+    backends, reasons = _backends(name, kernels), ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
-        backend = _BACKENDS[candidate]()
+        backend = backends[candidate]()
         unsupported = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
         if not unsupported:
             if candidate == ReferenceAttention.name and name == "auto":
@@ -88,6 +97,18 @@ def select_attention(
         reasons = ", ".join(sorted(map(str, unsupported)))
     advice = "" if name == "auto" else "; use 'auto'"
     raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
+
+
+def _backends(name: str, kernels: KernelConfig | None) -> dict[str, type[AttentionBackend]]:
+    """The kernels that names stand for under these switches."""
+    if kernels is None or not kernels.varlen_attention:
+        return _BACKENDS
+    if name not in ("auto", GpuAttention.name):
+        raise _config_error(
+            f"kernel_config: varlen_attention belongs to attention_backend={GpuAttention.name!r}, not to {name!r}; "
+            "remove one of them"
+        )
+    return {**_BACKENDS, GpuAttention.name: VarlenAttention}
 
 
 def check_switches(kernels: KernelConfig, device: torch.device) -> None:

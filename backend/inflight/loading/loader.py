@@ -220,7 +220,14 @@ def load(config: EngineConfig) -> LoadedModel:
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
     probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
-    backend = select_attention(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    backend = select_attention(
+        config.attention_backend,
+        [spec for _, spec in probed],
+        dtype,
+        config.block_size,
+        device,
+        config.kernel_config,
+    )
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     scales = kv_scales(config, model, probed, text_config, length)
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)

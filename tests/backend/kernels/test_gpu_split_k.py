@@ -35,7 +35,7 @@ def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Te
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, split: Split | None = None) -> Tensor:
-    """On a workspace that nobody has written, left as it was found."""
+    """On a fresh workspace; its counters are zero again afterwards."""
     split = split or split_of(*weight.shape, num_sms=4)
     assert split is not None
     workspace = Workspace([(split, len(weight))], DEVICE)
@@ -100,7 +100,7 @@ def test_layers_that_fill_the_card_are_not_split() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Tiles of which a tiny model has several; returns the sizes of the kernel's products, as they are made."""
+    """Tiles so small that a tiny model has several; returns the sizes of the kernel's products, as they are made."""
     monkeypatch.setattr(gpu_split_k, "_BLOCK_N", 16)
     monkeypatch.setattr(gpu_split_k, "_BLOCK_K", 16)
     monkeypatch.setattr(gpu_split_k, "_MIN_STEPS", 1)

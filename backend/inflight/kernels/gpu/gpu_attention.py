@@ -205,7 +205,7 @@ class GpuAttention:
         assert self._scratch is not None
         layer, room = work.layer, work.room
         query, spec, tile = gpu_kv_cache.aligned(query), layer.spec, layer.geometry.tile
-        kernel = attend_kernel[(spec.num_kv_heads, room.items)](
+        kernel = attend_kernel[(spec.num_kv_heads * room.items,)](  # only the first axis has more than 65,535 programs
             out,
             *self._scratch,
             query,

@@ -252,7 +252,8 @@ def attend_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr,
     DOT: tl.constexpr,
 ):  # fmt: skip
-    """Grid (NUM_KV_HEADS, items that the plan has room for); programs past its items return at once.
+    """Grid (NUM_KV_HEADS * items that the plan has room for,), the heads of an item side by side; programs past the
+    plan's items return at once.
 
     query [T, Hq, KEY_SIZE] with contiguous elements, out [T, Hq, VALUE_SIZE] contiguous; key_cache and
     value_cache [blocks, Hkv, BLOCK_SIZE, size]; key_scale, value_scale float32 [Hkv] (HAS_SCALES);
@@ -265,7 +266,7 @@ def attend_kernel(
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     SHORT_TOKENS: tl.constexpr = SHORT_ROWS // GROUP
     BLOCK_Q: tl.constexpr = SHORT_TOKENS if BLOCK_M == 0 else BLOCK_M // GROUP
-    kv_head, item = tl.program_id(0), tl.program_id(1)
+    kv_head, item = tl.program_id(0) % NUM_KV_HEADS, tl.program_id(0) // NUM_KV_HEADS
     num_items = tl.load(plan)
     request, block, part, parts = read_item(plan, item)
     if item < num_items:

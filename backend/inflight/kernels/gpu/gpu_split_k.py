@@ -1,11 +1,11 @@
 """A linear layer for a few rows: its inputs are split among programs, so that a layer with few outputs fills the card.
 
-With at most 16 rows a product reads its weights once and computes almost nothing: what counts is how many bytes are in
-flight.  A layer with 4,096 outputs has 128 tiles of them, a program each; an H100 could run four times as many.  So
-each tile's inputs are split into parts, and a program multiplies one part:
+With at most 16 rows a product reads its weights once and computes almost nothing: it is as fast as the memory if
+enough bytes are in flight.  A layer with 4,096 outputs has 128 tiles of them, a program each; an H100 could run four
+times as many.  So each tile's inputs are split into parts, and a program multiplies one part:
 
-    part 0    part 1    part 2    part 3           tile 0: float32 sums [16, BLOCK_N] of each part in the workspace;
-    part 0    part 1    part 2    part 3           the program that arrives last adds them up, in the order of parts
+    tile 0    part 0   part 1   part 2   part 3      each stores float32 sums [16, BLOCK_N] in the workspace, and the
+    tile 1    part 0   part 1   part 2   part 3      one that arrives last adds them up, in the order of parts
 
 The counter of arrivals is an integer and the order of additions is fixed: bits do not depend on timing.  Tiles and
 parts follow from the layer's size and the card, and no row of a product depends on another: up to 16 rows, a row's bits
@@ -68,7 +68,7 @@ def split_of(out_features: int, in_features: int, num_sms: int) -> Split | None:
 
 
 class Workspace:
-    """What the products of a model share: they run one after the other.
+    """Scratch memory that the products of a model share: they run one after the other.
 
     Attributes:
         sums: float32 [numel], of the parts of a product; undefined between products.
