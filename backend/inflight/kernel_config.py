@@ -14,10 +14,13 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         split_k: linear layers with few outputs, in steps of at most 16 tokens, by a kernel whose programs share a
             layer's inputs, so that they fill the card.
         varlen_attention: steps of whole prompts by torch's `varlen_attn` (FlashAttention-2).
+        fused_experts: the experts of a mixture by kernels of four launches a layer; those of checkpoints in MXFP4 stay
+            in four bits.
     """
 
     split_k: bool = False
     varlen_attention: bool = False
+    fused_experts: bool = False
 
     @property
     def switches(self) -> list[str]:

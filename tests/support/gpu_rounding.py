@@ -1,6 +1,8 @@
-"""Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does: to nearest, ties to even.
+"""Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does (to nearest, ties to even), and
+multiply numbers in bfloat16.
 
-As shipped (3.6 to 3.9) it truncates to bfloat16, and in e4m3 loses the carry when a value rounds up to a power of two.
+As shipped (3.6 to 3.9) it truncates to bfloat16, multiplies the bits of bfloat16 as integers, and in e4m3 loses the
+carry when a value rounds up to a power of two.
 """
 
 from __future__ import annotations
@@ -30,4 +32,11 @@ def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             return finite.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return shipped(data, source, target, mode)
 
+    def multiply(builder: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return builder.binary_op(lhs, rhs, np.multiply)
+        numbers = [torch.from_numpy(np.array(operand.data)).view(torch.bfloat16) for operand in (lhs, rhs)]
+        return interpreter.TensorHandle((numbers[0] * numbers[1]).view(torch.uint16).numpy(), lhs.dtype.scalar)
+
     monkeypatch.setattr(interpreter, "_convert_float", convert)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fmul", multiply)
