@@ -5,17 +5,21 @@ As shipped (3.6 to 3.9) it truncates to bfloat16, and in e4m3 loses the carry wh
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-__all__ = ["gpu_rounding"]
+__all__ = ["gpu_rounding", "rounded_as_on_a_gpu"]
 
 
-@pytest.fixture
-def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def rounded_as_on_a_gpu() -> Iterator[None]:
+    """Within the block."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -30,4 +34,11 @@ def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             return finite.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return shipped(data, source, target, mode)
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    with patch.object(interpreter, "_convert_float", convert):
+        yield
+
+
+@pytest.fixture
+def gpu_rounding() -> Iterator[None]:
+    with rounded_as_on_a_gpu():
+        yield
