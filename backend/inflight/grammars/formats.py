@@ -15,6 +15,9 @@ __all__ = ["guidance_grammar"]
 # Between the tokens of JSON.  Any whitespace is valid, and a model that once began it might never end it: so there is a
 # bound, far above what indentation takes.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Without `u`, so that a name has one spelling.  llguidance compares the names that a schema gives with the bytes of the
+# output: `\u0061ge` would be a name that only `additionalProperties` speaks of, and escape the schema of `age`.
+_ESCAPES = 'nrbtf\\"'
 
 
 def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
@@ -48,5 +51,6 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
 def json_options(spec: GrammarSpec) -> Any:
     """How llguidance writes JSON."""
     if spec.whitespace == "":
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": _WHITESPACE if spec.whitespace is None else spec.whitespace}
+        return {"whitespace_flexible": False, "json_allowed_escapes": _ESCAPES}
+    whitespace = _WHITESPACE if spec.whitespace is None else spec.whitespace
+    return {"whitespace_pattern": whitespace, "json_allowed_escapes": _ESCAPES}
