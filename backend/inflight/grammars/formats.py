@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from inflight.grammars.regex_size import check_regex, check_regexes_of_lark
 from inflight.grammars.schemas import checked_schema
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.structural_tag import literal, structural_tag_grammar
@@ -31,11 +32,13 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
     """
     from llguidance import LLMatcher, grammar_from
 
+    check_regex(spec.whitespace or "", "whitespace_pattern")
     if spec.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(
             checked_schema(json.loads(spec.text), spec.additional_properties), overrides=json_options(spec)
         )
     if spec.kind == "regex":
+        check_regex(spec.text)
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
         return LLMatcher.grammar_from_lark(
@@ -45,6 +48,7 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
         return structural_tag_grammar(
             json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
         )
+    check_regexes_of_lark(spec.text)
     return grammar_from("grammar", spec.text)
 
 

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from inflight.grammars.closed_objects import close_objects
+from inflight.grammars.regex_size import check_regex
 from inflight.grammars.string_formats import STRING_FORMATS
 from inflight.grammars.subschemas import all_schemas
 
@@ -45,6 +46,7 @@ def checked_schema(schema: Any, additional_properties: bool) -> dict[str, Any]:
     for part in all_schemas(schema):
         _check_minimum(part)
         _check_values(part)
+        _check_patterns(part)
         _drop_what_asks_nothing(part)
         _enforce_format(part)
     if not additional_properties:
@@ -82,6 +84,13 @@ def _strings(value: Any) -> list[str]:
         elif isinstance(value, (dict, list)):
             queue.extend(value.values() if isinstance(value, dict) else value)
     return found
+
+
+def _check_patterns(part: dict[str, Any]) -> None:
+    named = part.get("patternProperties")
+    for pattern in (part.get("pattern"), *(named if isinstance(named, dict) else ())):
+        if isinstance(pattern, str):
+            check_regex(pattern, f"the pattern {pattern[:80]!r}")
 
 
 def _drop_what_asks_nothing(part: dict[str, Any]) -> None:
