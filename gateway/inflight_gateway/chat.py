@@ -56,7 +56,7 @@ def _whole(head: dict[str, Any], body: ChatBody, plan: ChatPlan, result: Generat
 
 
 def _choice(choice: Choice, body: ChatBody, plan: ChatPlan) -> dict[str, Any]:
-    answer = plan.parser().whole(choice.text)
+    answer = plan.parser().whole(choice.text, choice.finish_reason)
     logprobs = None
     if body.logprobs:
         tokens = chat_logprobs(choice.token_ids, choice.logprobs or [], body.top_logprobs or 0)

@@ -66,7 +66,7 @@ class ChatEvents:
             self._hold(choice, delta)
         found = choice.parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            found += choice.parser.finish()
+            found += choice.parser.finish(delta.finish_reason)
         events = [self._of(choice, one) for one in found]
         if delta.finish_reason is not None:
             events.append(self._event(choice, {}, finish_reason(delta.finish_reason, choice.parser.calls > 0)))

@@ -108,6 +108,7 @@ class ChatPlan:
         return AnswerParser(
             None if self.tags is None else ReasoningParser(self.tags, self.opened),
             None if self.tools is None else self.tools.parser(),
+            only_calls=self.tools is not None and self.tools.required,
         )
 
     def reasoning_tokens(self) -> ReasoningTokens | None:
@@ -145,7 +146,8 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
 
 
 async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:
-    chat = {name: arguments[name] for name in _TEMPLATE_ARGUMENTS if name in arguments}
+    names = (*_TEMPLATE_ARGUMENTS, "truncate_prompt_tokens")
+    chat = {name: arguments[name] for name in names if name in arguments}
     ids: list[int] = (await gateway.upstream.tokenize(model, **chat))["tokens"]
     return ids
 

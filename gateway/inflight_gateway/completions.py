@@ -117,12 +117,18 @@ def _prompt(value: Any) -> dict[str, Any]:
 
 async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prompt: dict[str, Any]) -> Plan:
     """The content of the choices of a prompt."""
+    limit = body.truncate_prompt_tokens
     ids: list[int] | None = prompt.get("input_ids")
     text: str | None = prompt.get("prompt") if body.echo else None
-    if body.echo and ids is not None:
-        text = await gateway.upstream.detokenize(model, ids)
-    if body.return_token_ids and ids is None:
-        ids = (await gateway.upstream.tokenize(model, prompt=prompt["prompt"]))["tokens"]
+    if ids is not None:
+        ids = _last(ids, limit, model)
+        if body.echo:
+            text = await gateway.upstream.detokenize(model, ids)
+    elif body.return_token_ids or (body.echo and limit is not None):
+        question = {} if limit is None else {"truncate_prompt_tokens": limit}
+        found = await gateway.upstream.tokenize(model, prompt=prompt["prompt"], **question)
+        ids = found["tokens"]
+        text = found["prompt"] if body.echo and limit is not None else text
     return Plan(
         n=body.n or 1,
         echo=text,
@@ -133,6 +139,13 @@ async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prom
         hides_output=body.max_tokens == 0,
         continuous_usage=body.continuous_usage,
     )
+
+
+def _last(ids: list[int], limit: int | None, model: ServedModel) -> list[int]:
+    """The ids that are left by `truncate_prompt_tokens`; the server refuses a wrong value."""
+    if limit == -1:
+        limit = model.info.get("max_model_len", 0) - 1
+    return ids if limit is None or limit < 1 else ids[-limit:]
 
 
 def _whole(head: dict[str, Any], plans: list[Plan], results: list[GenerationResult]) -> dict[str, Any]:

@@ -92,9 +92,8 @@ class _Answer:
         whole = delta.finish_reason != "length"
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
-            found += [
-                one for one in self._parser.finish() if whole or not isinstance(one, CallEnd)
-            ]  # truncated: they stay open
+            ends = self._parser.finish(delta.finish_reason)
+            found += [one for one in ends if whole or not isinstance(one, CallEnd)]  # truncated: they stay open
         events = []
         for event in found:
             events += self._items.add(event, self._held)

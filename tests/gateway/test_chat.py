@@ -181,6 +181,9 @@ def joined(chunks: Sequence[Any]) -> dict[str, Any]:
             ("Look.", "Hm.", [["weather", '{"city": "Oslo"}']], "tool_calls"),
         ),
         (CALL[: CALL.index('"}') + 1], "length", ("", "", [["weather", '{"city": "Oslo"']], "length")),
+        ("Look.\n<tool", "length", ("Look.", "", [], "length")),
+        (CALL + "\n<", "length", ("", "", [["weather", '{"city": "Oslo"}']], "length")),
+        ("a <", "stop", ("a <", "", [], "stop")),
         ("<think>endless", "length", ("", "endless", [], "length")),
         ("a <think> b </think>", "stop", ("a <think> b </think>", "", [], "stop")),
     ],
@@ -274,6 +277,18 @@ async def test_tools_need_a_format(start):
     assert (await front.post("/v1/chat/completions", {**body, "tool_choice": "none"})).status_code == 200
     chosen = await start(scripted(CALL), tool_call_parser="hermes")
     assert (await chosen.post("/v1/chat/completions", body)).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_that_is_cut_before_its_name_is_no_content(start, stream):
+    answer = '{"name": "wea'
+    front = await start(ScriptedClient(lambda request: text(*answer, finish="length")))
+    front.client.info["tool_format"] = "llama3"
+    options: Any = {"model": "demo", "messages": HI, "tools": TOOLS, "stream": stream}
+    for choice, content in (("required", ""), ("auto", answer)):
+        made = await front.openai.chat.completions.create(**options, tool_choice=choice)
+        shown = joined([chunk async for chunk in made])["content"] if stream else made.choices[0].message.content or ""
+        assert shown == content
 
 
 class Person(BaseModel):

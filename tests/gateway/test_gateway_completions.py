@@ -152,6 +152,25 @@ async def test_token_ids_are_returned_if_asked_for(start, stream):
     assert [part.prompt_token_ids for part in parts] == [[97, 98], None][: len(parts)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Say hi", [83, 97, 121, 32, 104, 105]])
+async def test_what_is_left_of_a_truncated_prompt_is_returned(start, stream, prompt):
+    front = await start(lambda request: text("!"))
+    cut = {"return_token_ids": True, "truncate_prompt_tokens": 2}
+    parts = await parts_of(front, stream, prompt=prompt, echo=True, extra_body=cut)
+    assert parts[0].prompt_token_ids == [104, 105] and "".join(part.text for part in parts) == "hi!"
+    parts = await parts_of(front, stream, prompt=prompt, echo=True, extra_body={"truncate_prompt_tokens": 2})
+    assert "".join(part.text for part in parts) == "hi!"
+
+
+async def test_minus_one_truncates_a_prompt_to_what_fits(start):
+    front = await start(lambda request: text("!"))
+    front.client.info["max_model_len"] = 4
+    cut = {"return_token_ids": True, "truncate_prompt_tokens": -1}
+    parts = await parts_of(front, False, prompt=[1, 2, 3, 4, 5], extra_body=cut)
+    assert parts[0].prompt_token_ids == [3, 4, 5]
+
+
 async def test_a_text_that_is_held_back_sends_no_empty_event(start):
     front = await start(lambda request: text("a", "", "", "b"))
     stream = await front.openai.completions.create(model="demo", prompt="Hi", stream=True)
