@@ -27,7 +27,7 @@ from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
-from inflight_gateway.response_headers import ResponseHeaders
+from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -136,7 +136,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         allow_origins=list(options.cors_origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", WARNING, "retry-after"],
     )
     return [Middleware(ResponseHeaders), cors, front]
 

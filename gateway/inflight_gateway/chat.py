@@ -40,8 +40,8 @@ async def chat_completions(http: Request) -> Response:
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
     if body.stream:
-        return await stream_events(gateway, http, [request], ChatEvents(head, body, plan))
-    results = await complete(gateway, http, [{**request, "one_response": True}])
+        return await stream_events(gateway, http, [request], plan.limit, ChatEvents(head, body, plan))
+    results = await complete(gateway, http, [{**request, "one_response": True}], plan.limit)
     return Response(encode_json(_whole(head, body, plan, results[0])), media_type="application/json")
 
 

@@ -15,6 +15,7 @@ from inflight_gateway.chat_messages import template_messages
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
+from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.reasoning import ReasoningParser, reasoning_opened
 from inflight_gateway.reasoning_formats import reasoning_tags
 from inflight_gateway.reasoning_tokens import ReasoningTokens, reasoning_token_ids
@@ -87,6 +88,7 @@ class ChatPlan:
 
     Attributes:
         arguments: of `AsyncClient.stream`, without a request id.
+        limit: the length that the caller asks for.
         tools: how tools are used; None if none can be called.
         tags: around the model's reasoning, if the answer can contain some.
         opened: whether the answer begins within the tags.
@@ -96,6 +98,7 @@ class ChatPlan:
     """
 
     arguments: dict[str, Any]
+    limit: LengthLimit
     tools: ToolPlan | None
     tags: tuple[str, str] | None
     opened: bool
@@ -131,7 +134,8 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
     tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
     tags, opened = await _reasoning(gateway, model, body)
     arguments = base_arguments(gateway, http, model, body)
-    arguments |= _length(body, model) | _logprobs(body) | _template(body)
+    limit = _limit(body, model)
+    arguments |= _length(limit) | _logprobs(body) | _template(body)
     if tools is not None:
         arguments["tools"] = tools.described
     constraint = _constraint(body, tools)
@@ -142,7 +146,7 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
         arguments["skip_special_tokens"] = False  # the parsers must see them
     ids = await _prompt_ids(gateway, model, arguments) if body.return_token_ids else None
     tag_ids = None if tags is None else reasoning_token_ids(tags, model.info)
-    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, tag_ids, ids)
+    return ChatPlan(arguments, limit, tools, tags, opened, body.include_reasoning is not False, tag_ids, ids)
 
 
 async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:
@@ -187,13 +191,16 @@ def _last_content(messages: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _length(body: ChatBody, model: ServedModel) -> dict[str, Any]:
+def _limit(body: ChatBody, model: ServedModel) -> LengthLimit:
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return LengthLimit.of(name, getattr(body, name), model)
+
+
+def _length(limit: LengthLimit) -> dict[str, Any]:
     """`max_tokens`; without one, as many as the context allows, as in OpenAI's API."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := getattr(body, name)) is not None:
-            return {"max_tokens": limit}
-    known = model.info.get("max_model_len")
-    return {"max_tokens": known if isinstance(known, int) and known > 0 else _MAX_TOKENS}
+    if limit.tokens is not None:
+        return {"max_tokens": limit.tokens}
+    return {"max_tokens": limit.context or _MAX_TOKENS}
 
 
 def _logprobs(body: ChatBody) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from inflight_gateway.completion_events import ChoiceBuilder, CompletionEvents, 
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.sse import encode_json
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
@@ -67,9 +68,10 @@ async def completions(http: Request) -> Response:
         "model": model.name,
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
+    limit = LengthLimit.of("max_tokens", body.max_tokens, model)
     if body.stream:
-        return await stream_events(gateway, http, requests, CompletionEvents(head, body.include_usage, plans))
-    results = await complete(gateway, http, [{**request, "one_response": True} for request in requests])
+        return await stream_events(gateway, http, requests, limit, CompletionEvents(head, body.include_usage, plans))
+    results = await complete(gateway, http, [{**request, "one_response": True} for request in requests], limit)
     return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
 
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight_gateway.errors import APIError, api_error, error_response
 from inflight_gateway.metrics import Metrics
+from inflight_gateway.response_headers import warnings_of
 
 __all__ = ["Front", "Keys"]
 
@@ -75,6 +76,8 @@ class Front:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
+                for reason, _ in warnings_of(scope):
+                    self._metrics.warned(self._endpoint(scope), reason)
             await send(message)
 
         try:

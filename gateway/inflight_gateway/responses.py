@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -34,10 +35,11 @@ async def responses(http: Request) -> Response:
     plan = await plan_chat(gateway, http, model, chat_of_responses(body))
     request_id = request_id_of(http, body)
     request = {**plan.arguments, "request_id": request_id}
+    limit = replace(plan.limit, key="max_output_tokens")
     answer = _Answer(_head(body, f"resp_{request_id}", model.name), body, plan)
     if body.stream:
-        return await stream_events(gateway, http, [request], _Events(answer, plan))
-    results = await complete(gateway, http, [{**request, "one_response": True}])
+        return await stream_events(gateway, http, [request], limit, _Events(answer, plan))
+    results = await complete(gateway, http, [{**request, "one_response": True}], limit)
     answer.grow(results[0].choices[0])
     return Response(
         encode_json(answer.response(usage_of(results, reasoning=plan.reasoning_tokens()))),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from scripted_client import text
 
@@ -62,3 +64,40 @@ async def test_a_fault_of_the_gateway_has_an_id_and_can_be_read_by_a_page(start,
     assert response.headers["access-control-allow-origin"] == "https://page.example"
     shown = (await front.http.get("/metrics")).text
     assert 'inflight_gateway_requests_total{endpoint="/v1/completions",status="500"} 1.0' in shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/v1/completions", {"prompt": "a"}, "max_tokens"),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_tokens"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, "max_completion_tokens"),
+        ("/v1/responses", {"input": "a"}, "max_output_tokens"),
+    ],
+)
+async def test_a_limit_beyond_the_context_is_named(start, path, body, key, stream):
+    front = await start(lambda request: text("a", n=request.n))  # the prompt has 3 tokens, the context 2048
+    for tokens, warning in [
+        (2045, None),
+        (2046, f"{key}: 2046 came; the context of 2048 tokens has room for 2045 after a prompt of 3"),
+    ]:
+        response = await front.post(path, {**body, key: tokens, "stream": stream})
+        assert response.status_code == 200 and response.headers.get("x-inflight-warning") == warning
+    assert "x-inflight-warning" not in (await front.post(path, {**body, "stream": stream})).headers
+    shown = (await front.http.get("/metrics")).text
+    assert f'inflight_gateway_warnings_total{{endpoint="{path}",reason="max_tokens"}} 1.0' in shown
+
+
+async def test_a_limit_is_named_before_the_prompts_length_is_known(start):
+    held = asyncio.Event()
+    front = await start(lambda request: [held, *text("a")], keep_alive_seconds=0.01)
+    for tokens in (2047, 2048):
+        held.clear()
+        sent = front.http.stream("POST", "/v1/completions", json={**BODY, "max_tokens": tokens, "stream": True})
+        async with sent as response:
+            warning = response.headers.get("x-inflight-warning", "")
+            assert warning.endswith("has room for 2047 after the prompt") == (tokens == 2048)
+            held.set()
+            await response.aread()
