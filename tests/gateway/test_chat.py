@@ -103,7 +103,6 @@ async def test_what_is_wrong_is_named(start):
         ({"stream_options": {"include_usage": True}}, "stream_options are for requests with stream"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "excludes add_generation_prompt"),
         ({"n": 0}, "n: 0 came"),
-        ({"temprature": 1}, "did you mean 'temperature'"),
     ]:
         response = await front.post("/v1/chat/completions", {"model": "demo", "messages": HI, **change})
         assert response.status_code == 400, response.text
