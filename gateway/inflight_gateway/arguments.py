@@ -36,11 +36,13 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
     """The arguments of `AsyncClient.stream` that do not depend on the prompt; no request id.
 
     Raises:
-        APIError: `n` out of range.
+        APIError: `n` out of range, or a `best_of` that is not `n`.
     """
     largest = gateway.options.max_n
     if body.n is not None and not 1 <= body.n <= largest:
         raise invalid(f"n: {body.n} came; 1 to {largest} are allowed", "n")
+    if body.best_of not in (None, body.n or 1):
+        raise invalid(f"best_of: {body.best_of} came; only n, which is {body.n or 1}, is supported", "best_of")
     arguments = sampling_options(body)
     arguments["model"] = model.name
     arguments["timeout"] = gateway.options.request_timeout

@@ -16,8 +16,9 @@ from inflight_client.request import SamplingOptions
 from inflight_gateway.errors import APIError, invalid
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import warn
+from inflight_gateway.translations import Translation
 
-__all__ = ["Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "sampling_options"]
+__all__ = ["COMMON_IGNORED", "Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "sampling_options"]
 
 _BodyT = TypeVar("_BodyT", bound="Body")
 
@@ -26,17 +27,23 @@ _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 _MAX_SHOWN = 100  # characters of a key
 
 
+# Keys that do not change an answer: prefixes are always cached, and Codex describes itself.
+COMMON_IGNORED = frozenset({"cache_prompt", "client_metadata"})
+
+
 class Body(msgspec.Struct, kw_only=True):
     """A request body.  Its fields are the keys that have an effect.
 
     Attributes:
         UNSUPPORTED: known keys without support, with the values that do not ask for it; any other value is refused.
         IGNORED: known keys that do not change the answer.
+        TRANSLATED: keys of other servers' clients, each with the function that sets the keys of this body.
         NESTED: keys whose values are objects, with the known keys of these.
     """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    TRANSLATED: ClassVar[dict[str, Translation]] = {}
     NESTED: ClassVar[dict[str, Collection[str]]] = {}
 
 
@@ -56,6 +63,7 @@ class SamplingBody(Body, kw_only=True):
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -103,6 +111,9 @@ _SAME = (*(name for name in SamplingBody.__struct_fields__ if name in SamplingOp
 def sampling_options(body: SamplingBody) -> dict[str, Any]:
     """The given keys of `SamplingBody`, as options of `AsyncClient.stream`."""
     options = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if options.get("top_p") == 0:  # OpenAI takes 0: the most likely token alone
+        del options["top_p"]
+        options["top_k"] = 1
     if body.priority is not None:
         options["request_priority"] = body.priority
     return options
@@ -150,6 +161,7 @@ def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions, scope: S
         raise invalid(f"the body is {_json_type(value)}; a JSON object is expected")
     _check_size(value, options)
     value = {key: one for key, one in value.items() if one is not None}
+    _translate(value, kind, scope)
     _check_keys(value, kind, options, scope)
     try:
         return msgspec.convert(value, kind, strict=False)
@@ -178,6 +190,16 @@ def _check_size(value: Any, options: GatewayOptions) -> None:
 
 def _too_deep(limit: int) -> APIError:
     return invalid(f"the body is nested more than {limit} levels deep; at most {limit} are allowed (max_body_depth)")
+
+
+def _translate(value: dict[str, Any], kind: type[Body], scope: Scope) -> None:
+    """Replace keys of other servers' clients, and warn of those without an effect."""
+
+    def say(message: str) -> None:
+        warn(scope, "ignored", message)
+
+    for key in [key for key in value if key in kind.TRANSLATED]:
+        kind.TRANSLATED[key](value, value.pop(key), say)
 
 
 def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions, scope: Scope) -> None:

@@ -10,13 +10,15 @@ from starlette.responses import Response
 
 from inflight_client import GenerationResult
 from inflight_gateway.arguments import base_arguments, request_id_of
-from inflight_gateway.bodies import SamplingBody, read_body
+from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody, read_body
 from inflight_gateway.completion_events import ChoiceBuilder, CompletionEvents, Plan
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
 from inflight_gateway.length_limit import LengthLimit
+from inflight_gateway.response_format import body_constraint
 from inflight_gateway.sse import encode_json
+from inflight_gateway.translations import COMMON, Translation
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
 
@@ -29,25 +31,26 @@ class CompletionBody(SamplingBody, kw_only=True):
     """A completion request.  `prompt`: a text, token ids, or a list of either."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "best_of": (None, 1),
         "suffix": (None, ""),
         "use_beam_search": (None, False),
         "prompt_embeds": (None,),
         "length_penalty": (None, 1, 1.0),
         "add_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
-        "return_tokens_as_token_ids": (None, False),
-        "response_format": (None,),
         "logits_processors": (None,),
         "kv_transfer_params": (None,),
         # vllm-router sends these with every completion.
         "no_stop_trim": (None, False),
         "return_hidden_states": (None, False),
     }
+    IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED
+    TRANSLATED: ClassVar[dict[str, Translation]] = COMMON
 
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
+    response_format: Any = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 async def completions(http: Request) -> Response:
@@ -93,6 +96,11 @@ def _arguments(gateway: Gateway, http: Request, model: ServedModel, body: Comple
         arguments["logprobs"] = body.logprobs
         if body.echo:
             arguments["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.max_tokens == -1:
+        arguments["max_tokens"] = LengthLimit.longest(model)
+    constraint = body_constraint(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        arguments["structured_outputs"] = constraint
     if body.max_tokens == 0:  # the server generates at least one; it is not shown
         arguments["max_tokens"] = 1
     return arguments
@@ -140,6 +148,7 @@ async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prom
         prompt_token_ids=ids,
         hides_output=body.max_tokens == 0,
         continuous_usage=body.continuous_usage,
+        ids_as_tokens=bool(body.return_tokens_as_token_ids),
     )
 
 

@@ -11,6 +11,8 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["LengthLimit"]
 
+_MAX_TOKENS = 2**31 - 1
+
 
 @dataclass(frozen=True)
 class LengthLimit:
@@ -28,8 +30,13 @@ class LengthLimit:
 
     @classmethod
     def of(cls, key: str, tokens: int | None, model: ServedModel) -> LengthLimit:
-        """The limit of a request to a model."""
-        return cls(key, tokens, model.info.get("max_model_len"))
+        """The limit of a request to a model; -1 means no limit."""
+        return cls(key, None if tokens == -1 else tokens, model.info.get("max_model_len"))
+
+    @staticmethod
+    def longest(model: ServedModel) -> int:
+        """The `max_tokens` for as many tokens as the context allows; the model ends a sequence there."""
+        return model.info.get("max_model_len") or _MAX_TOKENS
 
     def check(self, scope: Scope, prompt_tokens: int) -> None:
         """Warn if the context ends earlier.

@@ -18,6 +18,7 @@ from inflight_gateway.chat_plan import ChatPlan, plan_chat
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.response_headers import warn
 from inflight_gateway.response_items import ResponseItems
 from inflight_gateway.responses_input import ResponsesBody, chat_of_responses
 from inflight_gateway.sse import encode_json, named_event
@@ -32,7 +33,8 @@ async def responses(http: Request) -> Response:
     gateway = gateway_of(http)
     body = await read_body(http, ResponsesBody, gateway.options)
     model = await gateway.upstream.resolve(body.model)
-    plan = await plan_chat(gateway, http, model, chat_of_responses(body))
+    chat = chat_of_responses(body, lambda message: warn(http.scope, "ignored", message))
+    plan = await plan_chat(gateway, http, model, chat)
     request_id = request_id_of(http, body)
     request = {**plan.arguments, "request_id": request_id}
     limit = replace(plan.limit, key="max_output_tokens")
@@ -49,7 +51,7 @@ async def responses(http: Request) -> Response:
 
 def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:
     """The keys of the response that are known before it begins."""
-    tools = [tool for tool in body.tools or [] if isinstance(tool, dict)]
+    tools = [tool for tool in body.tools or [] if isinstance(tool, dict) and tool.get("type") == "function"]
     reasoning = body.reasoning or {}
     return {
         "id": response_id,

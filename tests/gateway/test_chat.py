@@ -68,7 +68,7 @@ async def test_a_stream_has_openais_form(start):
 
 
 def test_every_key_of_openais_request_is_known() -> None:
-    known = {*ChatBody.__struct_fields__, *ChatBody.UNSUPPORTED, *ChatBody.IGNORED}
+    known = {*ChatBody.__struct_fields__, *ChatBody.UNSUPPORTED, *ChatBody.IGNORED, *ChatBody.TRANSLATED}
     asked = typing.get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
     assert set(asked) <= known
 
@@ -77,7 +77,7 @@ async def test_what_is_wrong_is_named(start):
     front = await start(scripted("x", tool_format="hermes"))
     for change, message in [
         ({"messages": []}, "messages: a list of objects"),
-        ({"messages": [{"role": "pirate", "content": "x"}]}, r"messages\[0\].role: 'pirate' came; one of system"),
+        ({"messages": [{"role": "{x}", "content": "x"}]}, r"messages\[0\].role: '{x}' came; a role such as system"),
         ({"messages": [*HI, {"role": "user"}]}, r"messages\[1\].content: a string or a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
@@ -85,9 +85,11 @@ async def test_what_is_wrong_is_named(start):
         ),
         ({"messages": [{"role": "tool", "content": "5"}]}, r"messages\[0\].tool_call_id"),
         ({"audio": {"voice": "x"}}, "audio is not supported"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions: give it or tools"),
+        ({"functions": {"name": "f"}}, "functions: a list of objects"),
+        ({"functions": [{"name": "f"}], "function_call": "always"}, "function_call: auto, none"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported"),
-        ({"best_of": 2}, "best_of is not supported"),
+        ({"best_of": 2}, "best_of: 2 came; only n, which is 1, is supported"),
         ({"top_logprobs": 2}, "logprobs must be true"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: type 'web_search' is not supported"),
