@@ -131,8 +131,10 @@ class ScriptedClient:
     async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:
         """A token for each character of a prompt, its code; none for messages, whose options come back instead."""
         self.questions.append(options)
-        tokens = list(map(ord, prompt or ""))
-        return {"count": len(tokens), "max_model_len": 2048, "tokens": tokens}
+        limit = options.get("truncate_prompt_tokens")
+        kept = (prompt or "")[-limit:] if limit else prompt or ""
+        found = {"count": len(kept), "max_model_len": 2048, "tokens": list(map(ord, kept))}
+        return found | ({} if limit is None else {"prompt": kept})
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
         if any(token_id > 0x10FFFF for token_id in token_ids):

@@ -17,7 +17,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
-from inflight_tools.gateway import ApiKey, ApiKeyFile, gateway, gateway_options, read_keys
+from inflight_tools.gateway import AllowedOrigin, ApiKey, ApiKeyFile, Strict, gateway, gateway_options, read_keys
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
@@ -104,6 +104,8 @@ def serve(
     reasoning_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
+    allowed_origin: AllowedOrigin = None,
+    strict: Strict = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
@@ -151,9 +153,17 @@ def serve(
         beside = None
         if openai_port is not None:
             keys = read_keys(api_key, api_key_file)
-            parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
             with one_line_errors():
-                beside = _gateway_beside(server, openai_port, openai_workers, api_keys=keys, **parsers)
+                beside = _gateway_beside(
+                    server,
+                    openai_port,
+                    openai_workers,
+                    api_keys=keys,
+                    tool_call_parser=tool_call_parser,
+                    reasoning_parser=reasoning_parser,
+                    cors_origins=tuple(allowed_origin or ()),
+                    strict=strict,
+                )
         run_in_foreground(server, timeout, beside, stub_timeout or None)
 
 
