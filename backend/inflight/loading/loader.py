@@ -335,11 +335,11 @@ def _checked_forward(
     forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, max_model_len, scheme)
+            forward = accelerate(model, device, check.passes, max_model_len, scheme, config.kernel_config)
         except CannotQuantize as why:
             raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
     if config.kernel_config.split_k:
-        split_linears(model)
+        split_linears(model, config.kernel_config.launch_pdl)
     if config.kernel_config.fused_experts:
         fuse_experts(model, select_experts(), lambda: check.passes(forward))
     _require(check, forward)

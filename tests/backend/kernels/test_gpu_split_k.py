@@ -26,6 +26,7 @@ from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.ops.reference_ops import ReferenceOps
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # triton's
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here")
 
@@ -199,7 +200,11 @@ with target(arch) as compiled:
             split_k_linear(x, weight, None, split, workspace)
 print(json.dumps([dict(kernel.report(arch), ptx_has_atomics="atom" in kernel.ptx) for kernel in compiled]))
 """
-SOURCES = ["backend/inflight/kernels/gpu/gpu_split_k.py", "tests/support/gpu_target.py"]
+SOURCES = [
+    "backend/inflight/kernels/gpu/gpu_pdl.py",
+    "backend/inflight/kernels/gpu/gpu_split_k.py",
+    "tests/support/gpu_target.py",
+]
 
 
 @pytest.mark.parametrize(
