@@ -170,6 +170,7 @@ def serve(run: Run) -> Iterator[dict[str, Any]]:
 _OPTIONS: dict[str, dict[str, Any]] = {
     "off": {"async_scheduling": False},
     "launch-ahead": {"async_scheduling": True},
+    "graphs for prompts": {"async_scheduling": False, "max_cudagraph_capture_size": 512},
     "fp8 weights": {"async_scheduling": False, "quantization": "fp8"},
     "fp8 KV": {"async_scheduling": False, "kv_cache_dtype": "fp8"},
 }

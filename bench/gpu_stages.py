@@ -55,7 +55,7 @@ STAGES = (
     Stage("decode", 100, "gpu_decode:decode", "decode steps of an 8B over their floor, eager and with CUDA graphs"),
     Stage("serve", 100, "gpu_engine:serve", "256 requests to a 0.6B: this engine, transformers' continuous batching"),
     Stage("prefill", 40, "gpu_decode:prefill", "prefills of an 8B over the GEMM rate"),
-    Stage("options", 60, "gpu_engine:options", "an 8B with launch-ahead, fp8 weights and fp8 KV on and off"),
+    Stage("options", 60, "gpu_engine:options", "an 8B with launch-ahead, prompt graphs, fp8 on and off"),
     Stage("arrivals", 40, "gpu_engine:arrivals", "Poisson arrivals at an 8B with and without prompts of 12K tokens"),
 )
 
