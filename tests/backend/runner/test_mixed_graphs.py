@@ -74,6 +74,10 @@ def test_the_bucket_of_a_step_with_prompts_has_room_for_all_of_it(
     assert made.bucket(StepSize(rows, max_tokens + 1, rows, 2)) is None
 
 
+def test_the_page_says_how_many_graphs_there_are() -> None:
+    assert [len(mixed_sizes(256, most, False)) for most in (512, 1024, 2048)] == [13, 21, 37]
+
+
 @pytest.mark.parametrize(
     "options",
     [
