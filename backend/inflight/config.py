@@ -212,6 +212,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         chat_template_timeout: seconds of CPU time that the chat template can take for one request. It can use 1 GiB.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
+        max_cudagraph_capture_size: capture steps with prompts, too, of up to so many tokens; at most 2048. 0: decode
+            steps only. See docs/gpu.md for what it costs.
         disable_log_stats: publish no custom metrics.
         python_executable: interpreter of the engine process; `None` takes the stub's.
         step_trace: record the last steps for `inflight trace`: `true` keeps 4096 steps, a number that many. See
@@ -299,6 +301,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     chat_template: str | None = None
     chat_template_timeout: Annotated[float, Meta(ge=0.01, le=3600)] = 2.0
     enforce_eager: bool = False
+    max_cudagraph_capture_size: Annotated[int, Meta(ge=0, le=2048)] = 0
     disable_log_stats: bool = False
     python_executable: str | None = None
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
@@ -320,6 +323,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             _bytes_of("speculative_config.kv_cache_memory", self.speculative_config.kv_cache_memory)
         if not self.swap_bytes and self.preemption_mode == "swap":
             raise ConfigError('preemption_mode="swap" needs host memory for the blocks: set swap_space (4 means 4 GiB)')
+        if self.max_cudagraph_capture_size and self.attention_backend == "flash3":
+            raise ConfigError(
+                f'max_cudagraph_capture_size={self.max_cudagraph_capture_size} with attention_backend="flash3", whose '
+                'steps with prompts cannot be captured; set it to 0, or use attention_backend="gpu"'
+            )
         if self.max_long_partial_prefills > self.max_num_partial_prefills:
             raise ConfigError(
                 f"max_long_partial_prefills={self.max_long_partial_prefills} is more than "

@@ -60,6 +60,11 @@ def test_invalid_options_are_named() -> None:
         ({"model": "x", "seed": 10**40}, "seed=1000"),
         ({"model": "x", "cpu_threads": 100_000}, "cpu_threads=100000"),
         ({"model": "x", "async_scheduling": "on"}, "async_scheduling='on': .*must be one of 'auto', True, False$"),
+        ({"model": "x", "max_cudagraph_capture_size": 4096}, "max_cudagraph_capture_size=4096: Expected `int` <= 2048"),
+        (
+            {"model": "x", "max_cudagraph_capture_size": 64, "attention_backend": "flash3"},
+            'max_cudagraph_capture_size=64 with attention_backend="flash3", .* set it to 0, or use .*"gpu"',
+        ),
         ({"model": "x", "itl_target_ms": float("inf")}, "itl_target_ms=inf"),
         ({"model": "x", "engine_start_timeout": 1e300}, "engine_start_timeout=1e\\+300"),
         ({"model": "x", "priority_classes": {"9" * 30: {"max_queue_size": 3}}}, "priority_classes=.*Expected `int`"),

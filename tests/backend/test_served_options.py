@@ -84,6 +84,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "chat_template": {"chat_template": "{{ messages }}"},
     "chat_template_timeout": {"chat_template_timeout": 1.0},
     "enforce_eager": {"enforce_eager": True},
+    "max_cudagraph_capture_size": {"max_cudagraph_capture_size": 64},
     "disable_log_stats": {"disable_log_stats": True},
     "python_executable": {"python_executable": "python3"},
     "step_trace": {"step_trace": 7},

@@ -77,14 +77,26 @@ def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: 
     assert [found[index, 0] for index in range(20)] == greedy_reference(path, prompts_of(20), [20] * 20)
 
 
-def test_every_kind_of_request_is_as_without_graphs(checkpoint: str) -> None:
+@pytest.mark.parametrize("mixed", [0, 256])
+def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int) -> None:
     params = [
         SamplingParams(max_tokens=5 + index, ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
         for index in range(24)
     ]
     eager = core_of(checkpoint, enforce_eager=True)
     assert not runner_of(eager).graphs
-    assert output(core_of(checkpoint), params) == output(eager, params)
+    assert output(core_of(checkpoint, max_cudagraph_capture_size=mixed), params) == output(eager, params)
+
+
+def test_steps_with_prompts_are_as_without_graphs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In chunks, decodes beside them; every step is a replay."""
+    options = dict(max_num_batched_tokens=48, max_num_seqs=8)
+    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 12
+    expected = output(core_of(checkpoint, enforce_eager=True, **options), params)
+    core = core_of(checkpoint, max_cudagraph_capture_size=48, **options)
+    assert runner_of(core).graphs.bucket(StepSize(3, 40, 2, 30, 30)) == StepSize(8, 48, 8, 48, 2**14, 2**12)
+    monkeypatch.setattr(core.runner, "forward_step", lambda step: pytest.fail(f"{step.size} was launched eagerly"))
+    assert output(core, params) == expected
 
 
 def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: str) -> None:

@@ -106,6 +106,8 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         f"CUDA graphs and {format_bytes(HEADROOM)} of headroom"
     )
     advice = "raise gpu_memory_utilization, lower max_num_batched_tokens"
+    if memory.graphs and config.max_cudagraph_capture_size:
+        advice += ", lower max_cudagraph_capture_size"
     if memory.graphs:
         advice += ", set enforce_eager to true"
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, _Budget(max(0, left), source, advice))

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: one call replays what an eager step launches kernel by kernel.
+"""Steps as CUDA graphs: one call replays what an eager step launches kernel by kernel.
 
 A graph is a list of kernels with their arguments as they were at its capture, addresses and host numbers alike.  So
 varying data are in device tensors at fixed addresses, and host numbers depend on the bucket alone.
@@ -10,6 +10,9 @@ that are added are written to no KV slot (-1), and no token is chosen for them.
 
 With speculation, rows have up to k + 1 tokens, all with logits.  Such steps have buckets of their own, with as many
 rows as tokens: whichever rows the tokens belong to, the graph is the same.
+
+Steps with prompts of up to `max_cudagraph_capture_size` tokens, decodes beside them or not, have a third kind: few
+sizes, each with room for a few rows and for all.  A row may have any number of the tokens.
 
 One graph is the whole step: inputs, forward pass, sampling, and the tokens' way back into the device's state.  The
 graphs share a memory pool, and are captured from the largest to the smallest, so that each finds enough memory
@@ -38,7 +41,7 @@ from inflight.loading.memory_plan import graph_bytes
 from inflight.runner.capture import Capturer, Graph, Launch, capturer_of
 from inflight.runner.step_inputs import StepSize
 
-__all__ = ["DecodeGraphs", "Padding", "bucket_sizes", "decode_graphs", "decode_sizes", "draft_sizes"]
+__all__ = ["DecodeGraphs", "Padding", "bucket_sizes", "decode_graphs", "decode_sizes", "draft_sizes", "mixed_sizes"]
 
 _log = logging.getLogger(__name__)
 
@@ -59,10 +62,13 @@ class Padding(NamedTuple):
 _WIDTHS = ((256, 8), (1024, 32), (2**31, 128))
 # Steps with drafts of more tokens are eager: few are worth their time, and launching is little of it.
 _MAX_DRAFT_STEP = 128
+# Of steps with prompts: rows of the smaller bucket of two, and what of entering prompts finds room in one copy.
+_FEW_ROWS = 16
+_MAX_NEW_TOKENS, _MAX_NEW_BLOCKS = 2**14, 2**12
 
 
 class DecodeGraphs:
-    """The captured decode steps of a runner; without any, every step is eager.
+    """The captured steps of a runner, of decodes and, if configured, of prompts; without any, every step is eager.
 
     Args:
         sizes: of the buckets.
@@ -72,9 +78,10 @@ class DecodeGraphs:
     def __init__(
         self, sizes: Sequence[StepSize], padding: Callable[[StepSize], Padding], capturer: Capturer | None
     ) -> None:
-        self._sizes = sorted(sizes, key=attrgetter("tokens"))
+        self._sizes = sorted(sizes, key=attrgetter("tokens", "rows"))
         self._plain = [size for size in self._sizes if size.query_len == 1]
-        self._drafting = [size for size in self._sizes if size.query_len > 1]
+        self._mixed = [size for size in self._sizes if size.prompt_blocks]
+        self._drafting = [size for size in self._sizes if size.query_len > 1 and not size.prompt_blocks]
         self._padding = padding
         self._capturer = capturer
         self._graphs: dict[Hashable, Graph] = {}
@@ -83,17 +90,15 @@ class DecodeGraphs:
         return len(self._graphs)
 
     def bucket(self, size: StepSize) -> StepSize | None:
-        """The bucket for a step of `size`; None if no graph has room for it, or it is not a decode."""
-        is_plain = size.query_len == 1 and not size.new_tokens
-        if not self._graphs or not (is_plain or size.logits == size.tokens):
+        """The bucket for a step of `size`; None if no graph has room for it."""
+        if not self._graphs:
             return None
-        sizes = self._plain if is_plain else self._drafting
-        index = bisect_left(sizes, size.tokens, key=attrgetter("tokens"))
-        if index == len(sizes):
-            return None
-        found = sizes[index]
-        has_room = size.query_len <= found.query_len and size.new_tokens <= found.new_tokens
-        return found if has_room else None
+        found = None
+        if size.query_len == 1 and not size.new_tokens:
+            found = _bucket(self._plain, size)
+        elif size.logits == size.tokens:
+            found = _bucket(self._drafting, size)
+        return found or _bucket(self._mixed, size)
 
     def replay(self, key: Hashable) -> tuple[Tensor, ...] | None:
         """Queue the step that was captured with `key` on the current stream; None if there is none.
@@ -171,6 +176,13 @@ class DecodeGraphs:
         )
 
 
+def _bucket(sizes: Sequence[StepSize], size: StepSize) -> StepSize | None:
+    """Of those of `sizes` with the fewest tokens that are enough, the first with room for `size`."""
+    index = bisect_left(sizes, size.tokens, key=attrgetter("tokens"))
+    least = [found for found in sizes[index : index + 2] if found.tokens == sizes[index].tokens]
+    return next((found for found in least if found.holds(size)), None)
+
+
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
     """No garbage collection: memory that it frees on the device would invalidate a capture."""
@@ -212,6 +224,17 @@ def draft_sizes(max_rows: int, max_tokens: int, max_drafts: int) -> list[StepSiz
     ]
 
 
+def mixed_sizes(max_rows: int, max_tokens: int, has_drafts: bool) -> list[StepSize]:
+    """Of buckets for steps of up to `max_tokens` tokens and `max_rows` rows, with prompts, decodes and drafts."""
+    counts = [tokens for tokens in (16, 32, 64, *range(128, max_tokens, 128)) if tokens < max_tokens]
+    drafts = _MAX_DRAFT_STEP if has_drafts else 0
+    return [
+        StepSize(rows, tokens, min(tokens, rows + drafts), tokens, _MAX_NEW_TOKENS, _MAX_NEW_BLOCKS)
+        for tokens in (*counts, max_tokens)
+        for rows in sorted({min(_FEW_ROWS, tokens, max_rows), min(tokens, max_rows)})
+    ]
+
+
 def decode_graphs(
     config: EngineConfig,
     backend: AttentionBackend,
@@ -219,7 +242,7 @@ def decode_graphs(
     padding: Callable[[StepSize], Padding],
     capturable: bool = True,
 ) -> DecodeGraphs:
-    """Graphs for every decode step of the configuration, to be captured; none on a CPU or with `enforce_eager`.
+    """Graphs for the steps that the configuration names, to be captured; none on a CPU or with `enforce_eager`.
 
     Args:
         capturable: whether the model launches the same for every batch of a size, its attention aside.
@@ -244,4 +267,6 @@ def decode_graphs(
     sizes = decode_sizes(min(max_rows, max_tokens))
     if config.speculative_config is not None:
         sizes += draft_sizes(max_rows, max_tokens, config.speculative_config.longest_draft)
+    if mixed := min(config.max_cudagraph_capture_size, max_tokens):
+        sizes += mixed_sizes(max_rows, mixed, config.speculative_config is not None)
     return DecodeGraphs(sizes, padding, capturer)

@@ -53,6 +53,7 @@ class StepSize:
         rows, tokens, logits: at least as many as the step has.
         query_len: at least as many tokens as each row has.
         new_tokens: tokens that come from the host: of rows that enter, and drafts; at least as many as the step has.
+        prompt_blocks: room for new blocks of rows with more than a token, in a bucket for such rows.
     """
 
     rows: int
@@ -60,11 +61,22 @@ class StepSize:
     logits: int
     query_len: int
     new_tokens: int = 0
+    prompt_blocks: int = 0
 
     @property
     def new_blocks(self) -> int:
         """Blocks for which there is room in any case: one for each row, and for each token with logits."""
-        return max(self.rows, self.logits)
+        return max(self.rows, self.logits, self.prompt_blocks)
+
+    def holds(self, size: StepSize) -> bool:
+        """Whether a step of `size`, padded, has this size."""
+        return (
+            size.rows <= self.rows
+            and size.tokens <= self.tokens
+            and size.logits <= self.logits
+            and size.query_len <= self.query_len
+            and size.new_tokens <= self.new_tokens
+        )
 
 
 @dataclass(slots=True)

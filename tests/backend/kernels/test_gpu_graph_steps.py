@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
-from fake_graph import interpreted_launches
+from fake_graph import FakeCapturer, interpreted_launches
 from nightly import nightly_but
 from offline import make_core, run, tokens
 
@@ -67,6 +67,7 @@ def card(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DecodeGraphs, "measure", lambda self, meter: 0)
     for module in (gpu_attention, gpu_attention_configs):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 2**18)  # the interpreter copies it at each launch
+    monkeypatch.setattr(FakeCapturer, "warm_up", lambda self, launch: None)  # nothing is compiled
     interpreted_launches(monkeypatch)
 
 
@@ -78,3 +79,13 @@ def test_every_bucket_gives_the_tokens_of_unpadded_steps(checkpoint: Any, card: 
     replays = {len(graph.outputs[0]): graph.replays for graph in captured_by(core).graphs}
     assert sorted(replays) == [1, 2, 4]
     assert all(replays.values()), replays
+
+
+def test_steps_with_prompts_give_the_tokens_of_unpadded_steps(checkpoint: Any, card: None) -> None:
+    """One bucket of 16 tokens and 4 rows serves chunks, decodes beside them, and rows that enter while others run."""
+    path, expected = checkpoint
+    core = graph_core(path, max_cudagraph_capture_size=16, **{**LIMITS, "max_num_batched_tokens": 7})
+    found = {key: tokens(deltas) for key, deltas in run(core, PROMPTS, PARAMS, stagger=1).items()}
+    assert found == expected
+    (replays,) = [graph.replays for key, graph in core.runner.graphs._graphs.items() if key[0].prompt_blocks]
+    assert replays >= 3

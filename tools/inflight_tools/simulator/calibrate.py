@@ -76,12 +76,13 @@ def load_engine(config: EngineConfig) -> EngineCore:
         ConfigError, LoadError: the checkpoint or the options cannot be used.
     """
     from inflight.runner.model_runner import ModelRunner
+    from inflight.runner.pipeline import placed
 
     changes: dict[str, Any] = {"enable_prefix_caching": False, "async_scheduling": False, "max_queue_size": 0}
     changes["speculative_config"] = (
         None  # random tokens are no text, and rows are to have the length that was asked for
     )
-    config = msgspec.structs.replace(config, **changes)
+    config = msgspec.structs.replace(placed(config), **changes)
     return make_core(config, ModelRunner(config))
 
 
