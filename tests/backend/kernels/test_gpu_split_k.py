@@ -101,7 +101,7 @@ def test_layers_that_fill_the_card_are_not_split() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Tiles so small that a tiny model has several; returns rows, inputs, outputs and launch_pdl of the kernel's products."""
+    """Tiles so small that a tiny model has several; returns rows, inputs, outputs and launch_pdl of the products."""
     monkeypatch.setattr(gpu_split_k, "_BLOCK_N", 16)
     monkeypatch.setattr(gpu_split_k, "_BLOCK_K", 16)
     monkeypatch.setattr(gpu_split_k, "_MIN_STEPS", 1)
