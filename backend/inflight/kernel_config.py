@@ -16,11 +16,14 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         launch_pdl: kernels of a step start while the one before them still runs (programmatic dependent launch), on
             cards of compute capability 9.0 and up.
         varlen_attention: steps of whole prompts by torch's `varlen_attn` (FlashAttention-2).
+        fused_experts: the experts of a mixture by kernels of four launches a layer; those of checkpoints in MXFP4 stay
+            in four bits.
     """
 
     split_k: bool = False
     launch_pdl: bool = False
     varlen_attention: bool = False
+    fused_experts: bool = False
 
     @property
     def switches(self) -> list[str]:

@@ -10,6 +10,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def target(arch: int):
+def target(arch: int) -> Iterator[list[Compiled]]:
     """Within the block, launches compile for `arch` and do nothing else; yields the list of compiled kernels."""
     compiled: list[Compiled] = []
     driver = _Driver(arch, compiled)
