@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import make_checkpoint
 from compiled_kernels import compiled
+from torch import nn
 
 pytest.importorskip("triton")
 
 from attention_cases import spec
 from paged_case import PagedCase
 
-from inflight.config import ConfigError
+from inflight.config import ConfigError, EngineConfig
 from inflight.kernel_config import KernelConfig
 from inflight.kernels import registry
 from inflight.kernels.gpu import gpu_pdl
@@ -22,6 +24,9 @@ from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
 from inflight.kernels.registry import check_switches, select_attention, select_ops
+from inflight.loading import loader
+from inflight.loading.forward import acceleration
+from inflight.loading.quantization.schemes import scheme_of
 
 SCRIPT = """
 import json, re, sys
@@ -140,6 +145,28 @@ def test_the_switch_reaches_ops_and_attention(monkeypatch: pytest.MonkeyPatch) -
             assert backend._launch_pdl
         unswitched: Any = select_attention("gpu", [layer], torch.float16, 16, torch.device("cpu"), KernelConfig())
         assert not unswitched._launch_pdl
+
+
+@pytest.mark.skipif(not interpreted(), reason="the device is a CPU")
+def test_loading_passes_the_switches_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: dict[str, Any] = {}
+
+    def select(*args: Any) -> Any:
+        seen["attention"] = args[-1]
+        return select_attention(*args)
+
+    monkeypatch.setattr(loader, "select_attention", select)
+    monkeypatch.setattr(loader, "accelerate", lambda *args: seen.update(accelerate=args[-1]) or args[0])
+    monkeypatch.setattr(loader, "split_linears", lambda model, launch_pdl: seen.update(split=launch_pdl))
+    path, switches = make_checkpoint("llama", tmp_path), dict(launch_pdl=True, split_k=True)
+    loader.load(EngineConfig.from_dict(dict(model=path, device="cpu", kv_cache_memory="1MiB", kernel_config=switches)))
+    assert seen == {"attention": KernelConfig(**switches), "accelerate": KernelConfig(**switches), "split": True}
+
+    monkeypatch.setattr(acceleration, "select_ops", lambda device, launch_pdl: seen.update(ops=launch_pdl))
+    monkeypatch.setattr(acceleration, "use_ops", lambda model, *_: model)
+    for kernels in (KernelConfig(launch_pdl=True), KernelConfig()):
+        acceleration.accelerate(nn.Module(), torch.device("cuda"), bool, 8, scheme_of(EngineConfig(model="m")), kernels)
+        assert seen["ops"] is kernels.launch_pdl
 
 
 def test_cards_without_it_refuse_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
