@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gpu_few_rows import few_row_rows
 from gpu_rates import FLUSH_BYTES, copy_rate, seconds
 from torch import Tensor
 
@@ -330,6 +331,7 @@ def run(device: torch.device, quick: bool = False, rate: float | None = None) ->
         lambda: sampling_rows(device, quick, rate, seed),
         lambda: sampling_check_rows(device, quick, seed),
         lambda: timed_rows(device, quick, rate),
+        lambda: few_row_rows(device, quick),
         lambda: check_rows(device, quick),
         lambda: quantized_check_rows(device),
     )

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from inflight.config import EngineConfig
+from inflight.kernel_config import KernelConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
@@ -60,3 +61,9 @@ def test_the_page_on_options_lists_every_key_once() -> None:
     section = page.split("\n## All keys\n")[1].split("\n## ")[0]
     keys = [key for row in section.splitlines()[3:] for key in re.findall(r"`(\w+)`", row.split(" | ")[1])]
     assert sorted(keys) == sorted(EngineConfig.__struct_fields__)
+
+
+def test_the_page_on_gpus_lists_every_switch_once() -> None:
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    section = page.split("\n## Switches\n")[1].split("\n## ")[0]
+    assert re.findall(r"(?m)^\| `(\w+)` \|", section) == list(KernelConfig.__struct_fields__)

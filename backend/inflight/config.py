@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from inflight.kernel_config import KernelConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import translated
 
@@ -32,6 +33,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 _TRACED_STEPS = 4096  # for "step_trace": true
+_STEP_TOKENS = (2048, 8192)  # on a CPU, on a GPU: vLLM's default, and the one that it takes for large cards
 
 _BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -129,7 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_model_len: maximum length of a request in tokens, prompt plus output; `None` takes the
             checkpoint's `max_position_embeddings`.
         max_num_seqs: maximum number of sequences in one step.
-        max_num_batched_tokens: token budget of one step, prefill and decode together.
+        max_num_batched_tokens: token budget of one step, prefill and decode together. `None`: 8192 on a GPU, 2048 on
+            a CPU.
         itl_target_ms: target for the time between two tokens of a running request, in milliseconds. A cost model,
             fitted while serving, limits the prompt tokens of a step to what meets the target. `None`: prompts can
             take the whole budget. With a target, a CPU's KV pool is allocated at load.
@@ -168,6 +171,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             time to the first token reveals nothing about the requests of another tenant.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
+        kernel_config: kernels that are off until a card has measured them; keys in docs/gpu.md, "Switches".
         max_queue_size: maximum number of waiting sequences; one more is refused with UNAVAILABLE. 0: no limit.
         scheduling_policy: which waiting request is next: "fcfs" (first come, first served), "priority" (smaller
             `request_priority` first; running requests of a larger one give way), "sjf" (smaller `max_tokens`
@@ -249,7 +253,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2, le=_MAX_COUNT)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
-    max_num_batched_tokens: _PositiveInt = 2048
+    max_num_batched_tokens: _PositiveInt | None = None
     itl_target_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     max_num_partial_prefills: _PositiveInt = 1
     max_long_partial_prefills: _PositiveInt = 1
@@ -268,6 +272,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    kernel_config: KernelConfig = KernelConfig()
     max_queue_size: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 1024
     scheduling_policy: Literal["fcfs", "priority", "sjf", "edf"] = "fcfs"
     priority_aging_seconds: _Seconds = 300.0
@@ -333,6 +338,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def launches_ahead(self) -> bool:
         """What `async_scheduling` says; "auto" follows `device`, which `pipeline.placed` has replaced by its name."""
         return self.device == "cuda" if self.async_scheduling == "auto" else self.async_scheduling
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default for `device`, which `pipeline.placed` has replaced by its name."""
+        return self.max_num_batched_tokens or _STEP_TOKENS[self.device == "cuda"]
 
     @property
     def swap_bytes(self) -> int:

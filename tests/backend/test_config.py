@@ -150,6 +150,8 @@ def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:
         ("speculative_config", {"model": "x", "kv_cache_memory": 0}, "kv_cache_memory.* >= 1"),
         ("speculative_config", {"method": "ngram", "prompt_lookup_min": 6}, "prompt_lookup_min=6 is more than .*=5"),
         ("speculative_config", {"method": "ngram", "num_speculative_tokens": 0}, "Expected `int` >= 1"),
+        ("kernel_config", {"splitk": True}, "unknown field `splitk`; must be one of 'split_k'"),
+        ("kernel_config", {"split_k": "maybe"}, "kernel_config=.*Expected `bool`"),
         ("max_logprobs", -2, "max_logprobs=-2: Expected `int` >= -1"),
         ("wire_format", "openai", "wire_format='openai': .*must be one of 'vllm', 'tensorrt_llm'"),
     ]:

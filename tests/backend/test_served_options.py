@@ -57,6 +57,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "preemption_mode": {"swap_space": 1, "preemption_mode": "swap"},
     "enable_prefix_caching": {"enable_prefix_caching": False},
     "attention_backend": {"attention_backend": "reference"},
+    "kernel_config": {"kernel_config": {"split_k": True}},
     "max_queue_size": {"max_queue_size": 5},
     "scheduling_policy": {"scheduling_policy": "priority"},
     "priority_aging_seconds": {"scheduling_policy": "priority", "priority_aging_seconds": 5.0},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
 from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.capture import CudaCapturer
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.graphs import decode_sizes
 from inflight.runner.step_inputs import StepSize
@@ -138,6 +140,37 @@ def test_a_model_that_looks_at_its_tensors_runs_eagerly(
     again = core_of(checkpoint)
     assert runner_of(again).graphs.bucket(StepSize(3, 3, 3, 1)) == StepSize(4, 4, 4, 1)
     assert output(again, params) == expected
+
+
+def test_a_capture_that_fails_leaves_no_memory_and_no_capture_under_way(checkpoint: str) -> None:
+    """In each part of it; then the allocator returns memory, and the next capture works."""
+    capturer = CudaCapturer(torch.device("cuda"))
+    value = torch.zeros(2**20, device="cuda")
+
+    def reads() -> tuple[torch.Tensor, ...]:
+        grown = value.repeat(64)  # 256 MiB of the pool
+        return (grown + grown[0].item(),)
+
+    def raises() -> tuple[torch.Tensor, ...]:
+        value.repeat(64)
+        raise torch.OutOfMemoryError("none left")
+
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    for launch in (reads, raises):
+        with pytest.raises(RuntimeError):
+            capturer.capture(launch, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == reserved
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capturer.warm_up(reads)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    graph = capturer.capture(lambda: (value + 1,), None)
+    value.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert graph.outputs[0][0].item() == 4.0
 
 
 def test_an_output_of_a_graph_is_what_the_replay_writes(checkpoint: str) -> None:

@@ -1,21 +1,27 @@
-"""Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does: to nearest, ties to even.
+"""Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does (to nearest, ties to even), and
+multiply numbers in bfloat16.
 
-As shipped (3.6 to 3.9) it truncates to bfloat16, and in e4m3 loses the carry when a value rounds up to a power of two.
+As shipped (3.6 to 3.9) it truncates to bfloat16, multiplies the bits of bfloat16 as integers, and in e4m3 loses the
+carry when a value rounds up to a power of two.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-__all__ = ["gpu_rounding"]
+__all__ = ["gpu_rounding", "rounded_as_on_a_gpu"]
 
 
-@pytest.fixture
-def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def rounded_as_on_a_gpu() -> Iterator[None]:
+    """Within the block."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -30,4 +36,18 @@ def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
             return finite.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
         return shipped(data, source, target, mode)
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
+    def multiply(builder: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.dtype.scalar != tl.bfloat16:
+            return builder.binary_op(lhs, rhs, np.multiply)
+        numbers = [torch.from_numpy(np.array(operand.data)).view(torch.bfloat16) for operand in (lhs, rhs)]
+        return interpreter.TensorHandle((numbers[0] * numbers[1]).view(torch.uint16).numpy(), lhs.dtype.scalar)
+
+    products = patch.object(interpreter.InterpreterBuilder, "create_fmul", multiply)
+    with patch.object(interpreter, "_convert_float", convert), products:
+        yield
+
+
+@pytest.fixture
+def gpu_rounding() -> Iterator[None]:
+    with rounded_as_on_a_gpu():
+        yield

@@ -39,6 +39,7 @@ class Compiled:
     shared: int
     ptx: str
     cubin: bytes
+    launch_pdl: bool
 
     def resources(self) -> tuple[int, int]:
         """Registers per thread, and bytes of its stack, which contains spilled registers."""
@@ -125,6 +126,7 @@ def target(arch: int) -> Iterator[list[Compiled]]:
                 kernel.metadata.shared,
                 kernel.asm["ptx"],
                 kernel.asm["cubin"],
+                kernel.metadata.launch_pdl,
             )
         )
 

@@ -64,6 +64,8 @@ class _Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*args: Any, **kwargs: Any) -> None:
             assert all(isinstance(size, int) and size > 0 for size in grid), f"{self._name} has the grid {grid}"
+            limits = zip(grid, (2**31, 2**16, 2**16), strict=False)  # CUDA's
+            assert all(size < limit for size, limit in limits), f"{self._name} has the grid {grid}, which is too large"
             devices = {value.device.type for value in (*args, *kwargs.values()) if isinstance(value, Tensor)}
             assert devices == {"meta"}, f"{self._name} reads tensors on {devices}"
             self._names.append(self._name)

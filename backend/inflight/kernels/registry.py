@@ -7,6 +7,9 @@ implementations, and import no kernel.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,13 +20,18 @@ from inflight.kernels.cpu.cpu_attention import CpuAttention
 from inflight.kernels.cpu.cpu_sampler import CpuSampling
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
-from inflight.kernels.gpu.launch import can_launch, interpreted
+from inflight.kernels.gpu.gpu_varlen import VarlenAttention
+from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
+from inflight.ops.experts import ExpertOps
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference_sampling import ReferenceSampling
 
-__all__ = ["select_attention", "select_ops", "select_sampling"]
+if TYPE_CHECKING:
+    from inflight.kernel_config import KernelConfig
+
+__all__ = ["check_switches", "select_attention", "select_experts", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -42,6 +50,7 @@ _GPU_ONLY = (GpuAttention.name, Flash3Attention.name)
 _REMOVED = {
     "flashinfer": "its plan is made on the host in every step, which a CUDA graph cannot capture",
 }
+_MIN_PDL_CAPABILITY = (9, 0)
 # The cost of the reference kernel.  On a CPU as measured by bench/cpu_attention.py --reference.
 _COST = {
     "cpu": "6 to 15 times slower in decode and 1.4 to 3 times slower in prefill",
@@ -50,9 +59,17 @@ _COST = {
 
 
 def select_attention(
-    name: str, specs: list[LayerSpec], dtype: torch.dtype, block_size: int, device: torch.device
+    name: str,
+    specs: list[LayerSpec],
+    dtype: torch.dtype,
+    block_size: int,
+    device: torch.device,
+    kernels: KernelConfig | None = None,
 ) -> AttentionBackend:
     """The kernel called `name`, or for "auto" the best one that supports every layer in `specs`.
+
+    Args:
+        kernels: switches; None: all are off.
 
     Raises:
         ConfigError: no such kernel, not for this device, or a feature that it does not support (named).
@@ -69,9 +86,9 @@ def select_attention(
         raise _config_error(f"attention_backend={name!r} runs on a CPU, not on {device.type}; use 'auto'")
     if name in _GPU_ONLY and device.type == "cpu" and not interpreted():
         raise _config_error(f"attention_backend={name!r} runs on a CUDA device, not on {device.type}; use 'auto'")
-    reasons = ""
+    backends, reasons = _backends(name, kernels), ""
     for candidate in _PREFERENCE[device.type] if name == "auto" else (name,):
-        backend = _BACKENDS[candidate]()
+        backend = backends[candidate]()
         unsupported = {backend.unsupported(spec, dtype, block_size) for spec in specs} - {None}
         if not unsupported:
             if candidate == ReferenceAttention.name and name == "auto":
@@ -85,19 +102,64 @@ def select_attention(
     raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
 
 
+def _backends(name: str, kernels: KernelConfig | None) -> Mapping[str, Callable[[], AttentionBackend]]:
+    """The kernels that names stand for under these switches."""
+    if kernels is None:
+        return _BACKENDS
+    if kernels.varlen_attention and name not in ("auto", GpuAttention.name):
+        raise _config_error(
+            f"kernel_config: varlen_attention belongs to attention_backend={GpuAttention.name!r}, not to {name!r}; "
+            "remove one of them"
+        )
+    gpu = VarlenAttention if kernels.varlen_attention else GpuAttention
+    switched = {kind.name: partial(kind, launch_pdl=kernels.launch_pdl) for kind in (gpu, Flash3Attention)}
+    return {**_BACKENDS, **switched}
+
+
+def check_switches(kernels: KernelConfig, device: torch.device) -> None:
+    """
+    Raises:
+        ConfigError: a switch is on, and `device` cannot run its kernel.
+    """
+    if device.type == "cpu" and not interpreted():
+        why: str | None = "the device is a CPU"
+    else:
+        why = unavailable()
+    if kernels.switches and why is not None:
+        raise _config_error(
+            f"kernel_config: {', '.join(kernels.switches)} cannot be used, because its kernels are a GPU's: {why}; "
+            "remove it"
+        )
+    if kernels.launch_pdl and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_PDL_CAPABILITY:
+            have, need = (".".join(map(str, version)) for version in (capability, _MIN_PDL_CAPABILITY))
+            raise _config_error(
+                f"kernel_config: launch_pdl needs a GPU of compute capability {need} or later, and this one has {have};"
+                " remove it"
+            )
+
+
 def _config_error(message: str) -> Exception:
     from inflight.config import ConfigError  # needs msgspec; kernels need only torch
 
     return ConfigError(message)
 
 
-def select_ops(device: torch.device) -> FusedOps:
+def select_ops(device: torch.device, launch_pdl: bool = False) -> FusedOps:
     """The fastest small operations for `device`; `ReferenceOps` if it has no kernels."""
     if can_launch(device):
         from inflight.kernels.gpu.gpu_ops import GpuOps  # needs the triton package
 
-        return GpuOps()
+        return GpuOps(launch_pdl)
     return ReferenceOps()
+
+
+def select_experts() -> ExpertOps:
+    """The kernels of experts, where `check_switches` has found that they can run."""
+    from inflight.kernels.gpu.gpu_experts import GpuExperts  # needs the triton package
+
+    return GpuExperts()
 
 
 def select_sampling(device: torch.device) -> SamplingOps:

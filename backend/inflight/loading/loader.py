@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +31,7 @@ from inflight.device.step_hook import StepHook
 from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
-from inflight.kernels.registry import select_attention
+from inflight.kernels.registry import check_switches, select_attention, select_experts
 from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -39,13 +40,15 @@ from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
+from inflight.loading.forward.fused_experts import fuse_experts
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
+from inflight.loading.forward.split_k import split_linears
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.profile_step import largest_step
+from inflight.loading.profile_step import largest_steps
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
@@ -168,13 +171,12 @@ class LoadedModel:
         self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None
     ) -> MemoryPlan:
         config, info, meter = self.config, self.info, sizing.meter
-        limits = config.max_num_seqs, config.max_num_batched_tokens
-        out = largest_step(*limits, info.max_model_len, config.block_size, sizing.num_blocks, info.vocab_size)
         results: list[StepOutput] = []
-        step = meter.peak_of(lambda: results.append(run(out)))
-        if results[0].failure:
+        outs = largest_steps(config, info.max_model_len, sizing.num_blocks, info.vocab_size)
+        step = max(meter.peak_of(partial(lambda out: results.append(run(out)), out)) for out in outs)
+        if any(result.failure for result in results):
             raise LoadError(
-                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
+                f"a step of max_num_batched_tokens={config.step_tokens} and max_num_seqs="
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
         for_graphs = graphs.measure(meter) if graphs is not None else 0
@@ -210,6 +212,7 @@ def load(config: EngineConfig) -> LoadedModel:
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
     scheme_of(config).check(config, device, dtype)
+    check_switches(config.kernel_config, device)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
@@ -217,7 +220,14 @@ def load(config: EngineConfig) -> LoadedModel:
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
     probed = [(module, replace(spec, kv_cache_dtype=kv_dtype)) for module, spec in found.layers]
-    backend = select_attention(config.attention_backend, [spec for _, spec in probed], dtype, config.block_size, device)
+    backend = select_attention(
+        config.attention_backend,
+        [spec for _, spec in probed],
+        dtype,
+        config.block_size,
+        device,
+        config.kernel_config,
+    )
     writes_pages = config.itl_target_ms is not None and device.type == "cpu"
     scales = kv_scales(config, model, probed, text_config, length)
     layers = PagedLayers(probed, backend, config.block_size, dtype, device, writes_pages, scales)
@@ -292,7 +302,7 @@ def _load_check(
     config, device = loaded.config, loaded.device
     expected = _reference(model, model_type, found, device) if config.check_on_load else None
     num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
-    step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
+    step = max(config.max_num_seqs, len(found)), max(config.step_tokens, num_tokens)
     rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
     if rotary is not None:
         loaded.info.choices.append(rotary.choice)
@@ -325,9 +335,13 @@ def _checked_forward(
     forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, max_model_len, scheme)
+            forward = accelerate(model, device, check.passes, max_model_len, scheme, config.kernel_config)
         except CannotQuantize as why:
             raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
+    if config.kernel_config.split_k:
+        split_linears(model, config.kernel_config.launch_pdl)
+    if config.kernel_config.fused_experts:
+        fuse_experts(model, select_experts(), lambda: check.passes(forward))
     _require(check, forward)
     return forward
 

@@ -15,7 +15,7 @@ from fp8_twins import fp8_twins
 from graph_rig import graph_core, pretend_a_card
 from nightly import ARCHITECTURES_IN_SHORT, nightly_but
 from offline import make_core, run, tokens
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inflight.attention.reference import ReferenceAttention
@@ -23,9 +23,10 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.checkpoint import weights
+from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
-from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization import fp8_linear, fp8_product
 from inflight.loading.quantization.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference_ops import ReferenceOps
@@ -226,15 +227,28 @@ class TestLoading:
             load(config(path))
         load(config(path, check_on_load=False))
 
-    def test_a_card_without_a_kernel_is_found(
-        self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_a_card_without_row_wise_products_for_some_sizes_serves_them_otherwise(
+        self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        def fail(*_: Any) -> None:
-            raise RuntimeError("no kernel image is available")
+        """Merged layers have other sizes than the loaded ones, and are tried, too."""
 
+        def fail(x: QuantizedRows, weight: Tensor, *rest: Any) -> Tensor:
+            if len(x.values) == 1 or len(weight) == 96:  # gate and up, once they are merged
+                raise RuntimeError("Invalid scaling configuration.")
+            return product(x, weight, *rest)
+
+        path = make_checkpoint("llama", tmp_path)
+        expected = load(config(path)).model
         monkeypatch.setattr(fp8_linear, "product", fail)
-        with pytest.raises(LoadError, match=r"q_proj \[32, 32\] fails: no kernel image is available; remove it"):
-            load(config(make_checkpoint("llama", tmp_path)))
+        fp8_product._warn_once.cache_clear()
+        model = load(config(path)).model
+        assert fuse_modules(model, OPS, 64) is not None
+        warned = {line.split(" use ")[0]: line for line in caplog.messages if "row-wise scales fail" in line}
+        assert "at least 16 rows" in warned["fp8 layers of size [32, 48]"]
+        assert "applied afterwards" in warned["fp8 layers of size [96, 32]"]
+        x = torch.randn(3, 32)
+        gated, same_gated = (one.model.layers[1].mlp(x[None])[0] for one in (model, expected))
+        torch.testing.assert_close(gated, same_gated, rtol=0.05, atol=1e-3)
 
     def test_a_slightly_wrong_forward_pass_is_found(
         self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
+from mxfp4_checkpoints import QUANTIZATION, pack_experts
 from offline import make_core, run, tokens
 from safetensors.torch import load_file, save_file
-from transformers.integrations.mxfp4 import FP4_VALUES
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
@@ -160,29 +160,8 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path, llama, monkeypatch):
 def test_four_bit_floats_are_unpacked(tmp_path):
     """mxfp4 experts give the tokens of a checkpoint that stores the same numbers plainly."""
     plain = make_checkpoint("gpt_oss", tmp_path, hidden_size=32, intermediate_size=32, max_position_embeddings=64)
-    packed: dict[str, torch.Tensor] = {}
-    generator = torch.Generator().manual_seed(0)
-
-    def quantize(tensors):
-        """Replace the experts by random codes, and remember the numbers that they encode."""
-        for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-            experts, inputs, outputs = tensors[name].shape
-            codes = torch.randint(0, 16, (experts, outputs, inputs), generator=generator)
-            exponents = torch.randint(123, 126, (experts, outputs, inputs // 32), generator=generator)
-            scale = torch.exp2(exponents.float() - 127).repeat_interleave(32, dim=-1)
-            tensors[name] = (torch.tensor(FP4_VALUES)[codes] * scale).transpose(1, 2).contiguous()
-            pairs = codes.view(experts, outputs, inputs // 32, 16, 2)
-            packed[f"{name}_blocks"] = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
-            packed[f"{name}_scales"] = exponents.to(torch.uint8)
-
-    def pack(tensors):
-        for name in [name.removesuffix("_blocks") for name in packed if name.endswith("_blocks")]:
-            del tensors[name]
-        tensors.update(packed)
-
-    numbers = changed(plain, tmp_path / "numbers", quantize)
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    coded = changed(str(numbers), tmp_path / "coded", pack, quantization_config=quantization)
+    numbers = changed(plain, tmp_path / "numbers", lambda tensors: tensors.update(pack_experts(dict(tensors))))
+    coded = changed(plain, tmp_path / "coded", pack_experts, quantization_config=QUANTIZATION)
     assert greedy_tokens(coded) == greedy_reference(str(numbers), PROMPTS, [8, 8])
 
 

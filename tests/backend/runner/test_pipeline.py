@@ -7,9 +7,11 @@ import logging
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from engine_rig import Info, PagedHashRunner
 
 from inflight.config import EngineConfig
-from inflight.engine.assembly import make_core
+from inflight.engine.assembly import make_core, make_parts
+from inflight.engine.scheduler import SchedulerLimits
 from inflight.loading.load_errors import LoadError
 from inflight.runner.model_runner import ModelRunner
 from inflight.runner.pipeline import ThreadedRunner, make_runner, placed
@@ -38,6 +40,16 @@ def test_steps_are_launched_ahead_on_a_gpu_unless_the_option_decides(
     assert config.launches_ahead is ahead
     assert config.device == ("cuda" if has_card and device != "cpu" else "cpu")
     assert placed(config) == config
+
+
+def test_a_step_has_more_tokens_on_a_gpu_unless_the_option_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_card, expected in ((True, 8192), (False, 2048)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_card=has_card: has_card)
+        assert placed(config_of()).step_tokens == expected
+        assert placed(config_of(device="cpu")).step_tokens == 2048
+        assert placed(config_of(max_num_batched_tokens=99)).step_tokens == 99
+        limits = SchedulerLimits(256, expected)
+        assert make_parts(placed(config_of()), PagedHashRunner(Info(), 16, 256)).scheduler.limits == limits
 
 
 def test_a_missing_card_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Mxfp4Config
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from inflight.config import EngineConfig
 from inflight.loading.checkpoint.fp8_checkpoint import METHODS, load_fp8
+from inflight.loading.checkpoint.mxfp4_checkpoint import load_mxfp4
 from inflight.loading.checkpoint.weights import dummy_weights, pretrained
 from inflight.loading.load_errors import LoadError
 
@@ -29,12 +29,7 @@ _WAY_OUT = (
 )
 
 
-def _mxfp4(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
-    """Four-bit floats in blocks of 32, unpacked while loading (gpt-oss)."""
-    return pretrained(config, hf_config, dtype, device, quantization_config=Mxfp4Config(dequantize=True))
-
-
-LOADERS: dict[str, Loader] = {"mxfp4": _mxfp4, **dict.fromkeys(METHODS, load_fp8)}
+LOADERS: dict[str, Loader] = {"mxfp4": load_mxfp4, **dict.fromkeys(METHODS, load_fp8)}
 
 
 def loader_of(config: EngineConfig, hf_config: Any) -> Loader:

@@ -25,6 +25,7 @@ from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization.mxfp4_experts import stays_packed
 from inflight.loading.quantization.schemes import scheme_of
 
 __all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
@@ -58,7 +59,7 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
         need = sum(parameter.nbytes for parameter in model.parameters())
     else:
         need = sum(_num_weights(stored) for stored in _stored(config).values()) * dtype.itemsize
-        need -= _saved_by_fp8(config, hf_config, dtype, device)
+        need -= _saved_by_fp8(config, hf_config, dtype, device) + _saved_by_mxfp4(config, dtype)
     free = available_memory(device)
     if need > free:
         raise LoadError(
@@ -77,6 +78,14 @@ def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
         return sum(sizes) * (dtype.itemsize - 1)
     scheme = scheme_of(config)
     return scheme.bytes_saved(lambda: _from_config(config, hf_config, dtype, torch.device("meta")), hf_config, dtype)
+
+
+def _saved_by_mxfp4(config: EngineConfig, dtype: torch.dtype) -> int:
+    """Bytes that codes of four bits take less as they are stored than in `dtype`."""
+    if not stays_packed(config, dtype):
+        return 0
+    packed = [stored for stored in _stored(config).values() if stored.code == "U8"]
+    return sum(_num_weights(stored) * dtype.itemsize - prod(stored.shape) for stored in packed)
 
 
 def _num_weights(stored: _Stored) -> int:

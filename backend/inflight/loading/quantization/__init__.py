@@ -3,6 +3,6 @@
 base.py        the Protocol
 plain.py       in the model's dtype
 int8.py        int8, packed for a CPU
-fp8.py         e4m3, on a GPU; fp8_linear.py computes with it
-selection.py   which one a configuration asks for
+fp8.py         e4m3, on a GPU; fp8_linear.py computes with it, by the products of fp8_product.py
+schemes.py     which one a configuration asks for
 """

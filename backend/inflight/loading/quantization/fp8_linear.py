@@ -1,7 +1,7 @@
 """Linear layers in fp8: e4m3 weights with a scale per output channel, and inputs quantised row by row.
 
-On a GPU with fp8 tensor cores a product is one `torch._scaled_mm`.  On other devices the same numbers are multiplied in
-float32: the twin by which tests know what a card computes, up to the order of additions.
+On a GPU with fp8 tensor cores a product is one `torch._scaled_mm` (`fp8_product.py`).  On other devices the same
+numbers are multiplied in float32: the twin by which tests know what a card computes, up to the order of additions.
 
 Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433
 """
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from inflight.kernels.registry import select_ops
 from inflight.loading.load_errors import LoadError, in_one_line
+from inflight.loading.quantization.fp8_product import product, that_runs
 from inflight.ops.base import FusedOps, QuantizedRows
 
 __all__ = [
@@ -81,6 +82,7 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight_scale", weight_scale)
         self.register_buffer("bias", bias)
         self._ops = ops
+        self._product = that_runs(product, weight, weight_scale, bias, dtype)
 
     @classmethod
     def quantized(cls, linear: nn.Linear, device: torch.device, ops: FusedOps) -> Fp8Linear:
@@ -110,36 +112,15 @@ class Fp8Linear(nn.Module):
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [..., K] or its rows quantised -> [..., N].  An x of another dtype than the layer's is not quantised."""
         if isinstance(x, QuantizedRows):
-            return product(x, self.weight, self.weight_scale, self.bias, self.dtype)
+            return self._product(x, self.weight, self.weight_scale, self.bias, self.dtype)
         if x.dtype != self.dtype:  # float32: the check at load asks for what the weights mean, without rounding
             return F.linear(x, self.weight.to(x.dtype) * self.weight_scale[:, None], self.bias)
         rows = self._ops.quantize_rows(x.reshape(-1, self.in_features))
-        out = product(rows, self.weight, self.weight_scale, self.bias, self.dtype)
+        out = self._product(rows, self.weight, self.weight_scale, self.bias, self.dtype)
         return out.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, dtype={self.dtype}"
-
-
-def product(x: QuantizedRows, weight: Tensor, weight_scale: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """x [M, K] times the transpose of weight [N, K], both times their scales, plus bias [N]: `dtype` [M, N].
-
-    Sums are in float32, on Hopper with the fewer bits of its fast accumulation (as vLLM's and torchao's products); the
-    result is rounded once.  `_scaled_mm` wants the second matrix column-major, scales [M, 1] and [1, N] in float32,
-    and the bias in `dtype`.
-    """
-    if weight.device.type == "cpu":
-        sums = x.values.float() @ weight.float().t() * x.scales[:, None] * weight_scale
-        return (sums if bias is None else sums + bias.float()).to(dtype)
-    return torch._scaled_mm(
-        x.values,
-        weight.t(),
-        scale_a=x.scales[:, None],
-        scale_b=weight_scale[None, :],
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
 
 
 def decoder_linears(model: nn.Module, hf_config: Any) -> dict[str, nn.Linear]:

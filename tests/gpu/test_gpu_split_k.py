@@ -1,0 +1,50 @@
+"""The split-K product on a GPU: right, the same bits every time, and replayable."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+from inflight.kernels.gpu.gpu_split_k import MAX_ROWS, Workspace, num_sms_of, split_k_linear, split_of
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(("outputs", "inputs"), [(1024, 3072), (4096, 4096), (1000, 14336)])
+def test_products_are_right_and_rows_do_not_depend_on_the_batch(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(MAX_ROWS, inputs, device=CUDA).to(dtype)
+    weight, bias = (torch.randn(*shape, device=CUDA).to(dtype) for shape in ((outputs, inputs), (outputs,)))
+    split = split_of(outputs, inputs, num_sms_of(CUDA))
+    assert split is not None
+    workspace = Workspace([(split, outputs)], CUDA)
+    workspace.sums.fill_(float("nan"))
+    out = split_k_linear(x, weight, bias, split, workspace)
+    exact = F.linear(x.double(), weight.double(), bias.double())
+    assert (out.double() - exact).norm() <= 2 * torch.finfo(dtype).eps * exact.norm()
+    for rows in (1, 3, 8):
+        for first in (0, MAX_ROWS - rows):
+            part = split_k_linear(x[first : first + rows], weight, bias, split, workspace)
+            assert torch.equal(part, out[first : first + rows])
+    assert not workspace.arrived.any()
+
+
+def test_replays_of_a_graph_have_the_same_bits() -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(5, 14336, device=CUDA).bfloat16(), torch.randn(4096, 14336, device=CUDA).bfloat16()
+    split = split_of(4096, 14336, num_sms_of(CUDA))
+    assert split is not None
+    workspace = Workspace([(split, 4096)], CUDA)
+    expected, graph = split_k_linear(x, weight, None, split, workspace), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        # Products that share the workspace follow each other at once.
+        outs = [split_k_linear(x, weight, None, split, workspace) for _ in range(20)]
+    for _ in range(50):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, expected) for out in outs)
