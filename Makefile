@@ -1,7 +1,9 @@
 # make run      a server with the demo model, and a demo of requests that join and leave the batch
 # make check    style and types
 # make test     what every change must pass: style, types, and the tests without those marked `nightly`
-# make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target
+# make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target,
+#               and the GPU benchmarks with the versions of a machine with a card
+# make card-env an environment with those versions, without a card: .venv-card
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
@@ -9,10 +11,11 @@
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
 # make clean    remove the virtual environment and caches
 #
-# PYTHON=python3.12 selects the interpreter, VENV=dir the environment, WORKERS=2 the number of processes that
+# PYTHON=python3.12 selects the interpreter, VENV=dir the environment, CARD=dir that of card-env, WORKERS=2 the number of processes that
 # test; ARGS="--http-port 9000 --exit" is passed to `inflight demo`, pytest, `bench/profile_step.py`, `python -m loadtest run` or `python -m loadtest.soak`.
 
 VENV ?= .venv
+CARD ?= .venv-card
 BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 3
@@ -24,7 +27,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test test-all bench profile loadtest soak wheel clean
+.PHONY: run check test test-all card-env bench profile loadtest soak wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -38,8 +41,13 @@ test test-all: export OMP_NUM_THREADS := 1
 test: check
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
-test-all: check
-	$(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
+test-all: check card-env
+	INFLIGHT_CARD_ENV=$(abspath $(CARD)) $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
+
+card-env: $(CARD)/card.stamp
+
+$(CARD)/card.stamp: bench/card_environment.sh
+	$< $(CARD)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py
@@ -64,7 +72,7 @@ wheel: $(VENV)/wheel.stamp
 	rm -r dist/plain
 
 clean:
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(CARD) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 with venv and pip found; install one \
