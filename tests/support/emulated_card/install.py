@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from gpu_rounding import rounded_as_on_a_gpu
 from quick_interpreter import quick_interpreter
@@ -43,6 +44,8 @@ def emulated_card(
     It exists in this thread, and in threads that start within the block.  Tensors that outlive the block are only good
     for being deleted.
     """
+    if torch.cuda.is_available():
+        pytest.skip("there is a card already")
     card = Card(total, capability, num_sms, rng)
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
