@@ -27,7 +27,8 @@ __all__ = ["combine_kernel", "product_kernel", "sort_kernel"]
 def sort_kernel(index_ptr, order_ptr, ends_ptr, num_pairs, BLOCK: tl.constexpr):
     """Program e stores the pairs of expert e in ascending order, after those of smaller experts, and where they end.
 
-    A counting sort: stable, so that the order of additions depends on the pairs alone.  Pairs of an expert below 0 are left out.
+    A counting sort: stable, so that the order of additions depends on the pairs alone.  Pairs of an expert below 0 are
+    left out.
     """
     expert = tl.program_id(0)
     place = expert * 0
