@@ -103,7 +103,7 @@ def test_a_rows_bits_do_not_depend_on_the_others() -> None:
 
 
 def test_large_steps_and_other_dtypes_use_the_dequantised_weight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks that the edge cuts, and those that it does not."""
+    """Blocks that the edge cuts, and whole ones."""
     monkeypatch.setattr(block_fp8_linear, "MAX_ROWS", 4)
     for made in (layer(256, 384), layer(72, 144)):
         monkeypatch.setattr(made, "_ops", None)
