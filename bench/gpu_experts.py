@@ -1,6 +1,6 @@
 """A mixture's experts, and layers in fp8 with a scale per block: correctness and speed.  Used by bench/gpu_ops.py.
 
-Steps of few tokens are limited by the bytes of the weights that they read: of a mixture, the experts that some token chose.
+Steps of few tokens are limited by the bytes of the weights that they read; of a mixture, the chosen experts' weights.
 They are compared with the rate at which the card reads, and with torch's products of plain weights in bfloat16 alone:
 `grouped_mm` without sort, gate and sum, and `linear`.  Times are medians of graph replays over enough routings, or
 copies of the weights, that none remains in the L2 cache.
