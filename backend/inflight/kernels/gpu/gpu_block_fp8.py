@@ -48,7 +48,7 @@ def _e4m3_tile(words, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.co
     codes = ((codes & 0x007F007F) << SHIFT) | ((codes & 0x00800080) << 8)
     low = (codes & 0xFFFF).to(tl.uint16).to(DTYPE, bitcast=True)
     high = (codes >> 16).to(tl.uint16).to(DTYPE, bitcast=True)
-    return tl.join(low, high).reshape(BLOCK_N, BLOCK_K) * tl.full((1, 1), FACTOR, DTYPE)
+    return tl.join(low, high).reshape(BLOCK_N, BLOCK_K) * tl.full((1, 1), FACTOR, tl.float32).to(DTYPE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
