@@ -117,9 +117,9 @@ def engine(options: dict[str, Any]) -> EngineCore:
     """The engine in this process; `options` are those of `model.json`."""
     from inflight.config import EngineConfig
     from inflight.engine.assembly import make_core
-    from inflight.runner.pipeline import make_runner
+    from inflight.runner.pipeline import make_runner, placed
 
-    config = EngineConfig.from_dict(options)
+    config = placed(EngineConfig.from_dict(options))
     return make_core(config, make_runner(config))
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Everything that is measured on a GPU, in one command on a machine with one (docs/gpu.md).
 
-    python bench/gpu.py all [--budget 500] [--only STAGE ...]      everything, in stages with limits of their own
+    python bench/gpu.py all [--budget 600] [--only STAGE ...]      everything, in stages with limits of their own
     python bench/gpu.py kernels [--quick]                          attention, small operations, sampling: all shapes
 
 `all` runs the stages of bench/gpu_stages.py one after another, each in a process of its own. Their rows are
@@ -40,7 +40,8 @@ def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="what", required=True)
     everything = commands.add_parser("all", help="all stages, each in a process of its own")
-    everything.add_argument("--budget", type=float, default=500, help="seconds for all stages together")
+    budget = f"seconds for all stages together; default {gpu_stages.BUDGET:g}, with --only the shares of those"
+    everything.add_argument("--budget", type=float, help=budget)
     everything.add_argument("--only", nargs="+", choices=names, metavar="STAGE", help=f"of {', '.join(names)}")
     kernels = commands.add_parser("kernels", help="attention, small operations, sampling")
     kernels.add_argument("--quick", action="store_true", help="the shapes that have targets, fewer checks")
@@ -76,7 +77,7 @@ def kernels(args: argparse.Namespace) -> int:
     rates = {"copy": gpu_rates.copy_rate(device), "gemm": gpu_rates.gemm_rate(device)}
     print(f"{card}: copy {rates['copy'] / 1e9:.0f} GB/s read and written, bf16 GEMM {rates['gemm'] / 1e12:.1f} TFLOP/s")
     rows: list[dict[str, Any]] = []
-    for part in (gpu_ops.run(device, args.quick, rates["copy"]), gpu_attention.run(device, args.quick, rates)):
+    for part in (gpu_attention.run(device, args.quick, rates), gpu_ops.run(device, args.quick, rates["copy"])):
         for row in part:
             rows.append(row)
             print(gpu_rows.line(row), flush=True)

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from cpu_floor import ModelShape
 from gpu_rows import Run
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, PreTrainedModel, Qwen3Config
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.loading.load_errors import LoadError
-from inflight.runner.pipeline import make_runner
+from inflight.runner.pipeline import make_runner, placed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["Work", "engine", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
+__all__ = ["Work", "engine", "gpt_oss", "graphs_captured", "llama_8b", "qwen3_06b", "random_model", "refused", "words"]
 
 _IDS = dict(bos_token_id=0, eos_token_id=2, pad_token_id=0)
 _TOY = dict(vocab_size=300, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -44,6 +44,14 @@ def qwen3_06b(run: Run) -> PreTrainedConfig:
                 num_attention_heads=16, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
                 tie_word_embeddings=True, **_IDS)  # fmt: skip
     return Qwen3Config(**(_TOY if run.tiny else real))
+
+
+def gpt_oss(run: Run) -> PreTrainedConfig:
+    """gpt-oss 20B with 4 of its 24 layers, its experts in 16 bits, or a toy."""
+    if run.tiny:
+        small = _TOY | dict(intermediate_size=32)
+        return GptOssConfig(**small, num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+    return GptOssConfig(num_hidden_layers=4, num_local_experts=32, **_IDS)
 
 
 def words(config: PreTrainedConfig) -> str:
@@ -120,7 +128,7 @@ def engine(run: Run, config: PreTrainedConfig, **options: Any) -> Iterator[Engin
         config.save_pretrained(folder)
         values = dict(model=folder, device=run.device, dtype="float32" if run.tiny else "bfloat16",
                       load_format="dummy", enable_prefix_caching=False, check_on_load=False, **options)  # fmt: skip
-        engine_config = EngineConfig.from_dict(values)
+        engine_config = placed(EngineConfig.from_dict(values))
         core = make_core(engine_config, make_runner(engine_config))
     try:
         yield core

@@ -33,6 +33,7 @@ def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: in
         return (time.perf_counter() - start) / len(calls)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     with torch.cuda.stream(stream):
         for call in calls:
             call()
@@ -41,13 +42,12 @@ def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, rounds: in
             for call in calls:
                 call()
         times = []
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         for _ in range(rounds + 3):
-            start.record()
+            begun.record()
             graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) / 1e3 / len(calls))
+            ended.record()
+            ended.synchronize()
+            times.append(begun.elapsed_time(ended) / 1e3 / len(calls))
     return statistics.median(times[3:])
 
 
@@ -64,9 +64,10 @@ def copy_rate(device: torch.device) -> float:
 
 
 @triton.jit
-def _sum_kernel(source, sums, BLOCK: tl.constexpr):
+def _max_kernel(source, largest, BLOCK: tl.constexpr):
+    """Largest of each `BLOCK` integers; their sum would overflow, which triton 3.6's interpreter refuses."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(sums + tl.program_id(0), tl.sum(tl.load(source + offsets)))
+    tl.store(largest + tl.program_id(0), tl.max(tl.load(source + offsets), axis=0))
 
 
 def read_rate(device: torch.device) -> float:
@@ -75,8 +76,8 @@ def read_rate(device: torch.device) -> float:
     A decode step reads weights and KV, so its floor is set by this rate and not by that of a copy.
     """
     source = _random_bytes(device).view(torch.int32)
-    sums = source.new_empty(len(source) // _READ_BLOCK)
-    ours = seconds([lambda: _sum_kernel[(len(sums),)](source, sums, BLOCK=_READ_BLOCK, num_warps=8)], device)
+    largest = source.new_empty(len(source) // _READ_BLOCK)
+    ours = seconds([lambda: _max_kernel[(len(largest),)](source, largest, BLOCK=_READ_BLOCK, num_warps=8)], device)
     numbers, total = torch.rand(len(source), device=device), torch.empty((), device=device)
     by_torch = seconds([lambda: torch.sum(numbers, dim=0, out=total)], device)
     return 4 * len(source) / min(ours, by_torch)

@@ -19,7 +19,7 @@ from typing import Any
 
 import common
 
-__all__ = ["Run", "about", "append", "file_name", "line", "read", "require_msgspec", "write_record"]
+__all__ = ["Run", "about", "append", "file_name", "kernel_lines", "line", "read", "require_msgspec", "write_record"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec")
@@ -28,6 +28,8 @@ _SCALES = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s")}
 _NOTES = {
     "over_flash": "{:.2f} x torch's flash",
     "over_torch": "{:.1f} x torch",
+    "over_bytes": "{:.2f} x bytes",
+    "over_parts": "{:.2f} x GEMMs and KV",
     "over_roofline": "{:.2f} x max(bytes, FLOPs)",
     "launches": "{:.0f} launches",
     "gpu_idle": "GPU idle {:.1%}",
@@ -123,6 +125,12 @@ def line(row: dict[str, Any]) -> str:
     notes = ", ".join(text.format(row[name]) for name, text in _NOTES.items() if row.get(name) is not None)
     verdict = {True: "met", False: "MISSED", None: ""}[row.get("passed")]
     return f"{head} {spent} {_reached(row):<36} {notes} {verdict}".rstrip()
+
+
+def kernel_lines(row: dict[str, Any]) -> list[str]:
+    """The row's dearest kernels, one a line; none if it was not profiled."""
+    line = "    {microseconds:9.1f} us  {share:4.0%}  {launches:6.1f} x  {name:.100}"
+    return [line.format(**kernel) for kernel in row.get("kernels", [])]
 
 
 def _reached(row: dict[str, Any]) -> str:

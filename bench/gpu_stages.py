@@ -10,22 +10,20 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from threading import Timer
 from typing import Any
 
 import gpu_rows
 from gpu_rows import Run
 
-__all__ = ["STAGES", "Stage", "limits", "run_all", "run_command", "run_stage"]
+__all__ = ["BUDGET", "STAGES", "Stage", "limits", "run_all", "run_command", "run_stage"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _GRACE = 3.0  # seconds between the request to end and the kill
@@ -36,28 +34,35 @@ class Stage:
     """A part of the run.
 
     Attributes:
-        seconds: its share of a budget of 500; what earlier stages leave is added.
+        seconds: its share of the budget; what earlier stages leave is added.
         rows: "module:function" of a generator that takes a `Run`.
-        environment: added to that of the process.
     """
 
     name: str
     seconds: float
     rows: str
     about: str
-    environment: dict[str, str] = field(default_factory=dict)
 
 
+# In the order of what a first run must know.  The shares are estimates for an H200 and a machine that has just started,
+# not measured: 20 s to import torch and transformers and to start CUDA in the first process (6 s in later ones), 10 s
+# to load and capture an 8B, 20 to 30 s to compile a model's kernels for the first time.
 STAGES = (
-    Stage("rates", 10, "gpu_rates:rows", "versions; the card's copy, read and GEMM rates"),
-    Stage("tests", 90, "gpu_stages:tests", "tests/gpu", {"OMP_NUM_THREADS": "8"}),
-    Stage("kernels", 60, "gpu_stages:kernels", "the kernels' checks and their times that have targets"),
-    Stage("decode", 100, "gpu_decode:decode", "decode steps of an 8B over their floor, eager and with CUDA graphs"),
-    Stage("serve", 100, "gpu_engine:serve", "256 requests to a 0.6B: this engine, transformers' continuous batching"),
+    # 20 s of imports, cuBLAS, one compilation, 10 s of measurements.
+    Stage("rates", 45, "gpu_rates:rows", "versions; the card's copy, read and GEMM rates"),
+    # 8 to 11 minutes one after another; seven processes, then 40 s for the tests of memory.
+    Stage("tests", 240, "gpu_tests:tests", "tests/gpu in seven processes"),
+    # Two models in two modes, 13 batches of 110 steps of 2 to 40 ms each, with what they compile.
+    Stage("decode", 110, "gpu_decode:decode", "decode steps of an 8B over their floor, eager and with CUDA graphs"),
+    Stage("kernels", 90, "gpu_stages:kernels", "the kernels' times that have targets, and their checks"),
     Stage("prefill", 40, "gpu_decode:prefill", "prefills of an 8B over the GEMM rate"),
-    Stage("options", 60, "gpu_engine:options", "an 8B with launch-ahead, fp8 weights and fp8 KV on and off"),
-    Stage("arrivals", 40, "gpu_engine:arrivals", "Poisson arrivals at an 8B with and without prompts of 12K tokens"),
+    # Some 20 engines of 6 to 8 s each.
+    Stage("options", 150, "gpu_options:options", "each switch of the engine on, over all of them off"),
+    # 15 s to load; a pair of runs takes 20 to 60 s, nearly all of it transformers'.
+    Stage("serve", 110, "gpu_engine:serve", "256 requests to a 0.6B: this engine, transformers' continuous batching"),
+    Stage("arrivals", 55, "gpu_engine:arrivals", "Poisson arrivals at an 8B with and without prompts of 12K tokens"),
 )
+BUDGET = sum(stage.seconds for stage in STAGES)
 
 
 def limits(stages: Sequence[Stage], index: int, seconds_left: float, budget: float) -> float:
@@ -66,14 +71,14 @@ def limits(stages: Sequence[Stage], index: int, seconds_left: float, budget: flo
     return max(0.0, seconds_left - scale * sum(stage.seconds for stage in stages[index + 1 :]))
 
 
-def run_command(command: list[str], limit: float, environment: dict[str, str] | None = None) -> str:
+def run_command(command: list[str], limit: float) -> str:
     """Run a process, and end it and its children after `limit` seconds.
 
     Returns:
         "ok", "killed after N s", "exit status N" or "killed by SIGNAL".
     """
     # A process group, so that compilers and test runners go with it; not a session, so that it ends with ours.
-    process = subprocess.Popen(command, env={**os.environ, **(environment or {})}, preexec_fn=os.setpgrp)
+    process = subprocess.Popen(command, preexec_fn=os.setpgrp)
     try:
         status = process.wait(limit)
     except subprocess.TimeoutExpired:
@@ -99,7 +104,7 @@ def run_stage(args: argparse.Namespace) -> int:
     try:
         for row in getattr(importlib.import_module(module), function)(run):
             gpu_rows.append(args.rows, origin | row)
-            print(gpu_rows.line(row), flush=True)
+            print(gpu_rows.line(row), *gpu_rows.kernel_lines(row), sep="\n", flush=True)
     except Exception as error:
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         gpu_rows.append(args.rows, origin | dict(name=stage.name, shape="", status="failed", why=why))
@@ -114,27 +119,31 @@ def run_all(args: argparse.Namespace) -> int:
         1 if a check failed or a stage did not end by itself with status 0, else 0; missed targets do not count.
     """
     stages = [stage for stage in STAGES if not args.only or stage.name in args.only]
+    budget = args.budget or sum(stage.seconds for stage in stages)
     folder = args.output or gpu_rows.folder()
     folder = folder.parent if folder.suffix == ".json" else folder
     folder.mkdir(parents=True, exist_ok=True)
     what = "-".join(args.only) if args.only else "all"
     rows_file = folder / f"gpu_{what}_{time.time_ns()}.rows.jsonl"  # an earlier run that was killed keeps its own
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the `finally` below
-    end, ended = time.monotonic() + args.budget, []
+    end = time.monotonic() + budget
+    ended: list[dict[str, Any]] = []
     try:
         for index, stage in enumerate(stages):
-            limit = limits(stages, index, end - time.monotonic(), args.budget)
+            limit = limits(stages, index, end - time.monotonic(), budget)
             print(f"\n== {stage.name}: {stage.about}; at most {limit:.0f} s", flush=True)
             command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "stage", stage.name, "--rows", str(rows_file)]
             command += ["--seconds", str(limit), "--device", args.device, *(["--tiny"] if args.tiny else [])]
             begun = time.monotonic()
             ended.append({"stage": stage.name, "status": "interrupted", "limit": limit})
-            ended[-1]["status"] = run_command(command, limit, stage.environment) if limit >= 1 else "left out: no time"
+            ended[-1]["status"] = run_command(command, limit) if limit >= 1 else "left out: no time"
             ended[-1]["seconds"] = time.monotonic() - begun
     finally:
         rows = gpu_rows.read(rows_file)
-        origin = {key: rows[0][key] for key in ("card", "date", "versions")} if rows else {"card": "unknown"}
-        record = gpu_rows.write_record(args.output, what, origin | dict(budget=args.budget, stages=ended, rows=rows))
+        origin: dict[str, Any] = {"card": "unknown"}
+        if rows:
+            origin = {key: rows[0][key] for key in ("card", "date", "versions")}
+        record = gpu_rows.write_record(args.output, what, origin | dict(budget=budget, stages=ended, rows=rows))
         print(f"\n{', '.join([origin['card'], *map(' '.join, origin.get('versions', {}).items())])}")
         _print_table(ended, rows)
         print(f"\nrecord: {record}")
@@ -159,64 +168,15 @@ def _print_table(ended: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Non
 
 
 def kernels(run: Run) -> Iterator[dict[str, Any]]:
-    """Stage `kernels`: the quick part of `bench/gpu.py kernels`."""
+    """Stage `kernels`: the quick part of `bench/gpu.py kernels`, attention first, which has most of the targets."""
     import gpu_attention
     import gpu_ops
     import gpu_rates
     import torch
 
     device, rates = torch.device(run.device), gpu_rates.measured(run)
-    for part in (gpu_ops.run(device, quick=True, rate=rates["copy"]), gpu_attention.run(device, True, rates)):
+    for part in (gpu_attention.run(device, True, rates), gpu_ops.run(device, quick=True, rate=rates["copy"])):
         for row in part:
             if run.tiny and "target" in row:
                 del row["target"], row["passed"]
             yield row
-
-
-_RESULT = re.compile(r"^(?P<file>tests/gpu/\S+\.py)::(?P<test>.+?) (?P<result>PASSED|FAILED|ERROR|SKIPPED)\b")
-_SKIPPED_FILE = re.compile(r"^SKIPPED \[\d+\] (?P<file>tests/gpu/\S+\.py):\d+: (?P<why>.+)$")
-
-
-def tests(run: Run) -> Iterator[dict[str, Any]]:
-    """Stage `tests`: a row per failed test as it fails, and one per file of tests/gpu."""
-    command = [sys.executable, "-u", "-m", "pytest", "tests/gpu", "-v", "--color=no", "-p", "no:cacheprovider"]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    timer = Timer(run.seconds_left, process.kill)
-    timer.start()
-    yield from pytest_rows(process.stdout)
-    timer.cancel()
-    if process.wait() < 0:
-        yield dict(name="tests", shape="tests/gpu", status="left out", why="the rest: no time left")
-    elif process.returncode not in (0, 1, 5):  # 5: all files were skipped
-        raise RuntimeError(f"pytest: exit status {process.returncode}; see its output")
-
-
-def pytest_rows(lines: Iterator[str] | Sequence[str]) -> Iterator[dict[str, Any]]:
-    """The rows that pytest's verbose output amounts to; the output is also printed."""
-    file, files, counts = "", set(), {"PASSED": 0, "FAILED": 0, "ERROR": 0, "SKIPPED": 0}
-
-    def row() -> dict[str, Any]:
-        bad, skipped = counts["FAILED"] + counts["ERROR"], counts["SKIPPED"]
-        note = f"{skipped} skipped" if skipped else None
-        return dict(name="tests", shape=file, achieved=counts["PASSED"], limit=counts["PASSED"] + bad, unit="tests",
-                    passed=not bad, note=note)  # fmt: skip
-
-    for text in lines:
-        print(text, end="", flush=True)
-        if found := _SKIPPED_FILE.match(text):
-            if found["file"] not in files:  # the whole file
-                yield dict(name="tests", shape=found["file"], status="left out", why=found["why"])
-            continue
-        if not (found := _RESULT.match(text)):
-            continue
-        if file and found["file"] != file:
-            yield row()
-            counts = dict.fromkeys(counts, 0)
-        file = found["file"]
-        files.add(file)
-        counts[found["result"]] += 1
-        if found["result"] in ("FAILED", "ERROR"):
-            yield dict(name="test", shape=f"{file}::{found['test']}", achieved=0, limit=1, unit="tests", passed=False)
-    if any(counts.values()):
-        yield row()

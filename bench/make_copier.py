@@ -82,9 +82,9 @@ def write_layers(model: LlamaForCausalLM, generator: torch.Generator) -> None:
     values[:CODE, :CODE] = torch.eye(CODE) * second
     weights(1, "o")[NEXT : NEXT + CODE, :CODE] = torch.eye(CODE)
 
-    head = state["lm_head.weight"]
-    head.zero_()
-    head[:, NEXT : NEXT + CODE] = CERTAINTY * last * codes
+    output = state["lm_head.weight"]
+    output.zero_()
+    output[:, NEXT : NEXT + CODE] = CERTAINTY * last * codes
 
 
 @torch.no_grad()

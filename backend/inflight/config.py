@@ -33,6 +33,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 _TRACED_STEPS = 4096  # for "step_trace": true
+_STEP_TOKENS = (2048, 8192)  # on a CPU, on a GPU: vLLM's default, and the one that it takes for large cards
 
 _BYTE_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -81,7 +82,8 @@ def _choices(hint: Any, error: str) -> tuple[Any, ...]:
         of_key = get_type_hints(structs[0])[error.rstrip("`").rsplit(".", 1)[1]]
         kinds = (of_key, *get_args(of_key))
     literals = [kind for kind in kinds if get_origin(kind) is Literal]
-    return get_args(literals[0]) if literals else ()
+    others = (True, False) if bool in kinds else ()
+    return (*get_args(literals[0]), *others) if literals else ()
 
 
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,7 +131,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_model_len: maximum length of a request in tokens, prompt plus output; `None` takes the
             checkpoint's `max_position_embeddings`.
         max_num_seqs: maximum number of sequences in one step.
-        max_num_batched_tokens: token budget of one step, prefill and decode together.
+        max_num_batched_tokens: token budget of one step, prefill and decode together. `None`: 8192 on a GPU, 2048 on
+            a CPU.
         itl_target_ms: target for the time between two tokens of a running request, in milliseconds. A cost model,
             fitted while serving, limits the prompt tokens of a step to what meets the target. `None`: prompts can
             take the whole budget. With a target, a CPU's KV pool is allocated at load.
@@ -139,7 +142,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             computes at most this many of it. 0: no prompt counts as long, or, if `max_num_partial_prefills` is
             above 1, one that needs more than max_num_batched_tokens / max_num_partial_prefills.
         async_scheduling: prepare step n + 1 while step n runs. Outputs are the same; a request that stops at a
-            token wastes one row, and a new request waits one step longer.
+            token wastes one row, and a new request waits one step longer. "auto": on a GPU, not on a CPU.
         speculative_config: drafts of the next tokens; several are verified in one step, and outputs are the same.
             Keys as vLLM's, see docs/speculation.md. `None`: no drafts, except tokens that a grammar forces.
         block_size: tokens per KV block.
@@ -250,12 +253,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: Literal["auto", "cpu", "cuda"] = "auto"
     max_model_len: Annotated[int, Meta(ge=2, le=_MAX_COUNT)] | None = None
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096)] = 256
-    max_num_batched_tokens: _PositiveInt = 2048
+    max_num_batched_tokens: _PositiveInt | None = None
     itl_target_ms: Annotated[float, Meta(gt=0, le=1e9)] | None = None
     max_num_partial_prefills: _PositiveInt = 1
     max_long_partial_prefills: _PositiveInt = 1
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
-    async_scheduling: bool = False
+    async_scheduling: bool | Literal["auto"] = "auto"
     speculative_config: SpeculativeConfig | None = None
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
@@ -330,6 +333,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"long_prefill_token_threshold={self.long_prefill_token_threshold} is more than "
                 f"max_model_len={self.max_model_len}: no prompt is that long; lower it, or set it to 0"
             )
+
+    @property
+    def launches_ahead(self) -> bool:
+        """What `async_scheduling` says; "auto" follows `device`, which `pipeline.placed` has replaced by its name."""
+        return self.device == "cuda" if self.async_scheduling == "auto" else self.async_scheduling
+
+    @property
+    def step_tokens(self) -> int:
+        """`max_num_batched_tokens`, or its default for `device`, which `pipeline.placed` has replaced by its name."""
+        return self.max_num_batched_tokens or _STEP_TOKENS[self.device == "cuda"]
 
     @property
     def swap_bytes(self) -> int:

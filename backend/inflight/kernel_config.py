@@ -13,6 +13,8 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         split_k: linear layers with few outputs, in steps of at most 16 tokens, by a kernel whose programs share a
             layer's inputs, so that they fill the card.
+        launch_pdl: kernels of a step start while the one before them still runs (programmatic dependent launch), on
+            cards of compute capability 9.0 and up.
         varlen_attention: steps of whole prompts by torch's `varlen_attn` (FlashAttention-2).
         fused_experts: the experts of a mixture by kernels of four launches a layer; those of checkpoints in MXFP4 stay
             in four bits.
@@ -20,6 +22,7 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     split_k: bool = False
+    launch_pdl: bool = False
     varlen_attention: bool = False
     fused_experts: bool = False
     block_fp8: bool = False

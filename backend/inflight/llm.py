@@ -24,7 +24,7 @@ from inflight.frontend.request.limits import Limits
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.llm_prompts import Prompt, is_prompt, read_prompt
-from inflight.runner.pipeline import make_runner
+from inflight.runner.pipeline import make_runner, placed
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput"]
 
@@ -114,7 +114,8 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
-        self.config = EngineConfig.from_dict({"model": model, "max_queue_size": 0, **options}, source="LLM()")
+        config = EngineConfig.from_dict({"model": model, "max_queue_size": 0, **options}, source="LLM()")
+        self.config = placed(config)
         if self.config.download_dir is not None:
             raise ConfigError("LLM(): download_dir is for Triton; set HF_HUB_CACHE before Python starts")
         self.tokenizer = Tokenizer.load(

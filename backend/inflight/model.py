@@ -39,6 +39,7 @@ from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.lifecycle.instance_registry import RegistryEntry
 from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust
 from inflight.frontend.lifecycle.server_probe import ServerProbe
+from inflight.frontend.lifecycle.stub_beat import StubBeat
 from inflight.frontend.lifecycle.unload_detector import UnloadDetector
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control, control_of, relay
@@ -145,6 +146,8 @@ class TritonPythonModel:
         self._metrics.start()
         self._output_processor.start()
         self._tokenize_pool.start()
+        self._beat = StubBeat(self._registry_entry.beat, self._output_processor.run)
+        self._beat.start()
         self._status.start()
         probe = ServerProbe(identity.model, identity.version, os.getppid())
         self._unload_detector = UnloadDetector(
@@ -213,6 +216,7 @@ class TritonPythonModel:
         if self._group is not None:
             self._group.leave()
         self._status.stop()
+        self._beat.stop()
         self._registry_entry.close()
         self._output_processor.stop("the model is being unloaded")
         self._metrics.stop()

@@ -18,6 +18,7 @@ _log = logging.getLogger(__name__)
 _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
 _SPELLINGS: dict[str, dict[Any, str]] = {
+    "async_scheduling": {None: "auto"},  # vLLM's default
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto"},
@@ -91,7 +92,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
             _check_fixed(key, value)
         elif key not in _WITHOUT_EFFECT:
             spellings = _SPELLINGS.get(name, {})
-            found[name] = spellings.get(value, value) if isinstance(value, str) else value
+            found[name] = spellings.get(value, value) if value is None or isinstance(value, str) else value
     return found
 
 

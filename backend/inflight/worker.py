@@ -80,9 +80,10 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     from inflight.engine.assembly import make_core
     from inflight.loading.loader import LoadError
-    from inflight.runner.pipeline import make_runner
+    from inflight.runner.pipeline import make_runner, placed
 
     try:
+        config = placed(config)
         runner = make_runner(config)
     except (ConfigError, LoadError) as error:
         owner.send(EngineFailed(str(error), fatal=True))

@@ -59,11 +59,11 @@ def load(task: dict[str, Any]) -> LoadedEngine:
     from inflight.config import EngineConfig
     from inflight.engine.assembly import make_core
     from inflight.engine.step_trace import StepTrace
-    from inflight.runner.pipeline import make_runner
+    from inflight.runner.pipeline import make_runner, placed
     from inflight.worker import settle_garbage_collector
 
     imported = time.perf_counter()
-    config = EngineConfig.from_dict({**options(task), "step_trace": 1_000_000})
+    config = placed(EngineConfig.from_dict({**options(task), "step_trace": 1_000_000}))
     runner = make_runner(config)
     trace = StepTrace(config, runner.info.num_blocks)
     core = make_core(config, runner, listeners=[trace])

@@ -150,6 +150,14 @@ class Client(_BaseClient):
         """Whether a server answers and its model (default: the client's) accepts requests."""
         return self._servers.unready(model or self.model) is None
 
+    def responds(self, model: str | None = None) -> bool:
+        """Whether a server's model is ready and answers a question within 5 s.
+
+        Triton also reports a model as ready whose stub process is stopped or hangs.  For models of this project: a
+        model of another backend can take the question for a request.
+        """
+        return self._servers.any_responds(model or self.model)
+
     def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """Block until `ready()`.
 
@@ -200,6 +208,7 @@ class Client(_BaseClient):
         messages: Sequence[Message] | None = None,
         add_special_tokens: bool | None = None,
         return_token_strs: bool = False,
+        truncate_prompt_tokens: int | None = None,
         model: str | None = None,
         timeout: float = 60.0,
         **chat: Unpack[ChatOptions],
@@ -211,6 +220,7 @@ class Client(_BaseClient):
             add_special_tokens: add the special tokens that the tokenizer puts around a text; None: as in a request for
                 text: True for a prompt, and False for messages, because the template adds its own.
             return_token_strs: add "token_strs", the vocabulary's entries.
+            truncate_prompt_tokens: as in a request for text; adds "prompt", the text that is kept.
             model: None for the client's.
             timeout: seconds to wait for the answer.
             chat: options of the chat template, see `ChatOptions`.
@@ -219,7 +229,9 @@ class Client(_BaseClient):
             ValueError, TypeError: see `GenerationRequest.build`.
             InflightError: no server answers, or it refuses.
         """
-        question = tokenize_question(prompt, messages, chat, add_special_tokens, return_token_strs)
+        question = tokenize_question(
+            prompt, messages, chat, add_special_tokens, return_token_strs, truncate_prompt_tokens
+        )
         return json_answer(self._ask(question, model, timeout))
 
     def detokenize(self, token_ids: InputIds, *, model: str | None = None, timeout: float = 60.0) -> str:
@@ -293,6 +305,10 @@ class AsyncClient(_BaseClient):
         """As `Client.ready`."""
         return await self._servers.unready(model or self.model) is None
 
+    async def responds(self, model: str | None = None) -> bool:
+        """As `Client.responds`."""
+        return await self._servers.any_responds(model or self.model)
+
     async def wait_until_ready(self, timeout: float = 60.0, model: str | None = None) -> None:
         """As `Client.wait_until_ready`."""
         model, pauses = model or self.model, _pauses(timeout)
@@ -327,12 +343,15 @@ class AsyncClient(_BaseClient):
         messages: Sequence[Message] | None = None,
         add_special_tokens: bool | None = None,
         return_token_strs: bool = False,
+        truncate_prompt_tokens: int | None = None,
         model: str | None = None,
         timeout: float = 60.0,
         **chat: Unpack[ChatOptions],
     ) -> dict[str, Any]:
         """As `Client.tokenize`."""
-        question = tokenize_question(prompt, messages, chat, add_special_tokens, return_token_strs)
+        question = tokenize_question(
+            prompt, messages, chat, add_special_tokens, return_token_strs, truncate_prompt_tokens
+        )
         return json_answer(await self._ask(question, model, timeout))
 
     async def detokenize(self, token_ids: InputIds, *, model: str | None = None, timeout: float = 60.0) -> str:

@@ -45,6 +45,7 @@ def tokenize_question(
     chat: ChatOptions,
     add_special_tokens: bool | None,
     return_token_strs: bool,
+    truncate_prompt_tokens: int | None = None,
 ) -> Question:
     """Asks for the tokens of a text or chat.
 
@@ -58,6 +59,8 @@ def tokenize_question(
         parameters["add_special_tokens"] = add_special_tokens
     if return_token_strs:
         parameters["return_token_strs"] = True
+    if truncate_prompt_tokens is not None:
+        parameters["truncate_prompt_tokens"] = str(truncate_prompt_tokens)
     if messages is not None:
         return Question(parameters, [("messages", "BYTES", messages_json(messages, options))])
     return Question(parameters, [("text_input", "BYTES", prompt)])

@@ -31,7 +31,7 @@ class RetryPolicy:
         max_retry_after: seconds; a server that asks for more ends the request.
         resume: continue interrupted streams; None: if the client has several servers.
         stall_timeout: seconds without a response after which a stream that can be continued counts as interrupted;
-            before its first output, only if the server does not report the model as ready.  None: never.
+            before its first output, only if the model is not ready or does not answer.  None: never.
     """
 
     max_attempts: int = 4

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from inflight_client.connection import Connection
 from inflight_client.endpoints import Endpoints, Routing
-from inflight_client.errors import InflightError, ServerUnreachableError, UnavailableError
+from inflight_client.errors import DeadlineExceededError, InflightError, ServerUnreachableError, UnavailableError
+from inflight_client.questions import model_question
 from inflight_client.request import GenerationRequest
 from inflight_client.stalls import Stalls
 from inflight_client.transport_grpc import AsyncGrpcCall, AsyncGrpcTransport, GrpcCall, GrpcTransport
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["AsyncServers", "BlockingServers"]
 
 _T = TypeVar("_T")
+_ANSWER_SECONDS = 5.0  # for a model to answer a question that needs no engine
 _Blocking = GrpcTransport | HttpTransport
 _Async = AsyncGrpcTransport | AsyncHttpTransport
 
@@ -71,6 +73,17 @@ def _kept(failures: list[InflightError]) -> Iterator[None]:
         if not isinstance(error, UnavailableError) and error.code != "NOT_FOUND":
             raise
         failures.append(error)
+
+
+@contextlib.contextmanager
+def _any_answer() -> Iterator[None]:
+    """Catch a refusal by the model, which shows that it answers; silence and Triton's own errors are raised."""
+    try:
+        yield
+    except (UnavailableError, DeadlineExceededError):  # Triton: "Stub process ... is not healthy"
+        raise
+    except InflightError:
+        pass
 
 
 def _most_telling(failures: list[InflightError]) -> InflightError:
@@ -140,12 +153,21 @@ class BlockingServers(_BaseServers):
             return error.message
         return None if ready else f"model {model!r} is not ready"
 
-    def is_ready(self, index: int, model: str) -> bool:
-        """Whether the server reports that it serves the model."""
+    def responds(self, index: int, model: str) -> bool:
+        """Whether the server reports that it serves the model, and the model answers: Triton also reports a model as
+        ready whose stub process is stopped or hangs."""
         try:
-            return self._transport(index).model_ready(model)
+            if not self._transport(index).model_ready(model):
+                return False
+            with _any_answer():
+                self._transport(index).control(model, model_question(), _ANSWER_SECONDS)
         except (InflightError, RuntimeError):  # it cannot be reached, or the client is closed
             return False
+        return True
+
+    def any_responds(self, model: str) -> bool:
+        """Whether a server `responds`."""
+        return any(self.responds(index, model) for index in self.order())
 
     def close(self) -> None:
         with self._lock:
@@ -199,12 +221,23 @@ class AsyncServers(_BaseServers):
             return error.message
         return None if ready else f"model {model!r} is not ready"
 
-    async def is_ready(self, index: int, model: str) -> bool:
-        """As `BlockingServers.is_ready`."""
+    async def responds(self, index: int, model: str) -> bool:
+        """As `BlockingServers.responds`."""
         try:
-            return await self._transport(index).model_ready(model)
+            if not await self._transport(index).model_ready(model):
+                return False
+            with _any_answer():
+                await self._transport(index).control(model, model_question(), _ANSWER_SECONDS)
         except (InflightError, RuntimeError):
             return False
+        return True
+
+    async def any_responds(self, model: str) -> bool:
+        """Whether a server `responds`."""
+        for index in self.order():
+            if await self.responds(index, model):
+                return True
+        return False
 
     async def close(self) -> None:
         self._closed = True

@@ -13,7 +13,7 @@ _CHECKS = 4  # times per `stall_timeout`
 
 
 class _Waiting(Protocol):
-    def check_stall(self, now: float, ready: dict[int, bool]) -> None: ...
+    def check_stall(self, now: float, responds: dict[int, bool]) -> None: ...
 
 
 class Stalls:
@@ -49,6 +49,6 @@ class Stalls:
                 if not streams:
                     self._runs = False
                     return
-            ready: dict[int, bool] = {}  # by server, so each is asked at most once per round
+            responds: dict[int, bool] = {}  # by server, so each is asked at most once per round
             while streams:
-                streams.pop().check_stall(time.monotonic(), ready)
+                streams.pop().check_stall(time.monotonic(), responds)

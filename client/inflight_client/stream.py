@@ -44,8 +44,8 @@ class Servers(Protocol):
 
     def address(self, index: int) -> str: ...
 
-    def is_ready(self, index: int, model: str) -> Any:
-        """Whether the server reports that it serves the model; an `AsyncStream` awaits it.  Raises nothing."""
+    def responds(self, index: int, model: str) -> Any:
+        """Whether the server's model is ready and answers; an `AsyncStream` awaits it.  Raises nothing."""
 
     def watch(self, stream: Stream) -> None:
         """Call `stream.check_stall` periodically while it lives."""
@@ -242,15 +242,15 @@ class Stream(_Exchange, Iterator[StreamChunk]):
             raise
         return None
 
-    def check_stall(self, now: float, ready: dict[int, bool]) -> None:
-        """Check whether a response is overdue; called by another thread.  `ready` caches the servers' own reports."""
+    def check_stall(self, now: float, responds: dict[int, bool]) -> None:
+        """Check whether a response is overdue; called by another thread.  `responds` caches what servers answered."""
         since, call, index, limit = self._waiting_since, self._call, self._index, self._stall_timeout
         if self._ended or since is None or limit is None or now - since < limit:
             return
         if not self._continuation.received:
-            if index not in ready:
-                ready[index] = self._servers.is_ready(index, self.request.model)
-            if ready[index]:  # the request can be waiting in a queue
+            if index not in responds:
+                responds[index] = self._servers.responds(index, self.request.model)
+            if responds[index]:  # the request can be waiting in a queue
                 self._waiting_since = None if self._waiting_since is None else time.monotonic()
                 return
         self._stalled(call)
@@ -345,7 +345,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     async def _overdue(self, call: _AsyncCall, since: float | None) -> None:
         may_wait = False
         if not self._continuation.received:  # the request can be waiting in a queue
-            may_wait = await self._servers.is_ready(self._index, self.request.model)
+            may_wait = await self._servers.responds(self._index, self.request.model)
         if not self._ended and self._call is call and self._waiting_since == since:
             self._waiting_since = time.monotonic() if may_wait else None
             if not may_wait:

@@ -44,11 +44,13 @@ class AnswerParser:
     Args:
         reasoning: splits off the reasoning; None for a model without reasoning.
         tools: parses tool calls; None if none are allowed.
+        only_calls: apart from reasoning, the answer consists of calls.
     """
 
-    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None, only_calls: bool = False) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        self._only_calls = only_calls
         self.calls = 0  # so far
 
     def feed(self, text: str) -> list[AnswerEvent]:
@@ -58,21 +60,23 @@ class AnswerParser:
         thought, text = self._reasoning.feed(text)
         return [*_thought(thought), *self._rest(text)]
 
-    def finish(self) -> list[AnswerEvent]:
-        """The answer ended."""
+    def finish(self, reason: str | None) -> list[AnswerEvent]:
+        """The answer ended, with this finish reason."""
         events: list[AnswerEvent] = []
         if self._reasoning is not None:
             thought, text = self._reasoning.finish()
             events += [*_thought(thought), *self._rest(text)]
         if self._tools is not None:
-            events += self._counted(self._tools.finish())
+            events += self._counted(self._tools.finish(reason == "length"))
+        if reason == "length" and self._only_calls:
+            events = [event for event in events if not isinstance(event, Content)]  # of a call that has not begun
         return events
 
-    def whole(self, text: str) -> Answer:
-        """The answer of a whole text; call it on a new parser."""
+    def whole(self, text: str, reason: str | None) -> Answer:
+        """The answer of a whole text that ended with `reason`; call it on a new parser."""
         answer = Answer()
         content: list[str] = []
-        for event in [*self.feed(text), *self.finish()]:
+        for event in [*self.feed(text), *self.finish(reason)]:
             if isinstance(event, Reasoning):
                 answer.reasoning += event.text
             elif isinstance(event, Content):

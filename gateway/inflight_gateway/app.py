@@ -27,6 +27,7 @@ from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
@@ -103,7 +104,6 @@ def build_app(
             HTTPException: _refused,
             ClientGone: _gone,
             ClientDisconnect: _gone,
-            Exception: _broken,
         },
     )
     app.state.gateway = shared
@@ -120,7 +120,7 @@ def _routes() -> list[Route]:
 
 
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
-    """CORS is the outermost one: a browser must be able to read the refusal of a key, too."""
+    """CORS is outside of `Front`: a browser must be able to read the refusal of a key, too."""
     paths = [one.path for one in _ENDPOINTS]
     front = Middleware(
         Front,
@@ -130,15 +130,15 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         open_paths=("/metrics",) if options.open_metrics else (),
     )
     if not options.cors_origins:
-        return [front]
+        return [Middleware(ResponseHeaders), front]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.cors_origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", WARNING, "retry-after"],
     )
-    return [cors, front]
+    return [Middleware(ResponseHeaders), cors, front]
 
 
 async def _failed(http: Request, error: Exception) -> Response:
@@ -161,7 +161,3 @@ async def _refused(http: Request, error: Exception) -> Response:
 async def _gone(http: Request, error: Exception) -> Response:
     http.scope["client_gone"] = True
     return Response(status_code=499)  # the client has disconnected
-
-
-async def _broken(http: Request, error: Exception) -> Response:
-    return error_response(APIError(500, "internal error of the gateway; see its log", code="internal_error"))

@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import difflib
 import re
+from collections.abc import Collection
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
 from starlette.requests import Request
+from starlette.types import Scope
 
 from inflight_client.request import SamplingOptions
 from inflight_gateway.errors import APIError, invalid
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.response_headers import warn
+from inflight_gateway.translations import Translation
 
-__all__ = ["Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "sampling_options"]
+__all__ = ["COMMON_IGNORED", "Body", "SamplingBody", "StreamOptions", "parse_body", "read_body", "sampling_options"]
 
 _BodyT = TypeVar("_BodyT", bound="Body")
 
 _MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
+_MAX_SHOWN = 100  # characters of a key
+
+
+# Keys that do not change an answer: prefixes are always cached, and Codex describes itself.
+COMMON_IGNORED = frozenset({"cache_prompt", "client_metadata"})
 
 
 class Body(msgspec.Struct, kw_only=True):
@@ -28,26 +37,33 @@ class Body(msgspec.Struct, kw_only=True):
     Attributes:
         UNSUPPORTED: known keys without support, with the values that do not ask for it; any other value is refused.
         IGNORED: known keys that do not change the answer.
+        TRANSLATED: keys of other servers' clients, each with the function that sets the keys of this body.
+        NESTED: keys whose values are objects, with the known keys of these.
     """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
     IGNORED: ClassVar[frozenset[str]] = frozenset()
+    TRANSLATED: ClassVar[dict[str, Translation]] = {}
+    NESTED: ClassVar[dict[str, Collection[str]]] = {}
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+class StreamOptions(msgspec.Struct):
     """`include_usage`: a last chunk with the usage; `continuous_usage_stats`: the usage so far in every chunk."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # padding against traffic analysis; none is added
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # padding against traffic analysis; none is added
 
 
 class SamplingBody(Body, kw_only=True):
     """The common keys of completions and chats.  None: not given, so the server's default applies."""
 
+    NESTED: ClassVar[dict[str, Collection[str]]] = {"stream_options": StreamOptions.__struct_fields__}
+
     model: str | None = None
     max_tokens: int | None = None
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     frequency_penalty: float | None = None
@@ -80,12 +96,12 @@ class SamplingBody(Body, kw_only=True):
 
     @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def continuous_usage(self) -> bool:
         options = self.stream_options
-        return options is not None and options.include_usage and options.continuous_usage_stats
+        return self.include_usage and options is not None and bool(options.continuous_usage_stats)
 
 
 # Fields that the client's options have under the same name.
@@ -95,6 +111,9 @@ _SAME = (*(name for name in SamplingBody.__struct_fields__ if name in SamplingOp
 def sampling_options(body: SamplingBody) -> dict[str, Any]:
     """The given keys of `SamplingBody`, as options of `AsyncClient.stream`."""
     options = {name: value for name in _SAME if (value := getattr(body, name)) is not None}
+    if options.get("top_p") == 0:  # OpenAI takes 0: the most likely token alone
+        del options["top_p"]
+        options["top_k"] = 1
     if body.priority is not None:
         options["request_priority"] = body.priority
     return options
@@ -103,10 +122,13 @@ def sampling_options(body: SamplingBody) -> dict[str, Any]:
 async def read_body(http: Request, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
     """Read and check the body of a request.
 
+    Keys that are null count as not given.  Numbers and booleans can be strings, and whole numbers can have a fraction
+    of zero.  A warning names unknown keys; with `strict` they are refused.
+
     Raises:
-        APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unknown key, a wrong type.
+        APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unsupported key, a wrong type.
     """
-    return parse_body(await _read(http, options), kind, options)
+    return parse_body(await _read(http, options), kind, options, http.scope)
 
 
 async def _read(http: Request, options: GatewayOptions) -> bytes:
@@ -127,7 +149,7 @@ async def _collect(http: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
-def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
+def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions, scope: Scope) -> _BodyT:
     """As `read_body`, for bytes."""
     try:
         value = msgspec.json.decode(raw)
@@ -138,9 +160,11 @@ def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions) -> _Body
     if not isinstance(value, dict):
         raise invalid(f"the body is {_json_type(value)}; a JSON object is expected")
     _check_size(value, options)
-    _check_keys(value, kind, options)
+    value = {key: one for key, one in value.items() if one is not None}
+    _translate(value, kind, scope)
+    _check_keys(value, kind, options, scope)
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=False)
     except msgspec.ValidationError as error:
         raise _mistyped(error) from None
 
@@ -168,18 +192,40 @@ def _too_deep(limit: int) -> APIError:
     return invalid(f"the body is nested more than {limit} levels deep; at most {limit} are allowed (max_body_depth)")
 
 
-def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions) -> None:
-    """Refuse unsupported and unknown keys, and remove keys without an effect from `value`."""
+def _translate(value: dict[str, Any], kind: type[Body], scope: Scope) -> None:
+    """Replace keys of other servers' clients, and warn of those without an effect."""
+
+    def say(message: str) -> None:
+        warn(scope, "ignored", message)
+
+    for key in [key for key in value if key in kind.TRANSLATED]:
+        kind.TRANSLATED[key](value, value.pop(key), say)
+
+
+def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions, scope: Scope) -> None:
+    """Refuse unsupported keys, warn of unknown ones, and remove keys without an effect from `value`."""
     fields = kind.__struct_fields__
     for key in [key for key in value if key not in fields]:
         if key in kind.UNSUPPORTED:
             if not any(value[key] == off and type(value[key]) is type(off) for off in kind.UNSUPPORTED[key]):
                 raise invalid(f"{key} is not supported; leave it out", key, "unsupported_parameter")
-        elif key not in kind.IGNORED and not options.lenient:
-            near = difflib.get_close_matches(key, [*fields, *kind.UNSUPPORTED, *kind.IGNORED], n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            raise invalid(f"unknown parameter {key!r}; {hint}", key, "unknown_parameter")
+        elif key not in kind.IGNORED:
+            _unknown(key, key, (*fields, *kind.UNSUPPORTED, *kind.IGNORED), options, scope)
         del value[key]
+    for name, known in kind.NESTED.items():
+        inner = value.get(name)
+        for key in [key for key in inner if key not in known] if isinstance(inner, dict) else ():
+            _unknown(f"{name}.{key}", name, (), options, scope)
+
+
+def _unknown(key: str, param: str, known: Collection[str], options: GatewayOptions, scope: Scope) -> None:
+    near = difflib.get_close_matches(key, known, n=1)
+    shown = repr(key[:_MAX_SHOWN])
+    if options.strict:
+        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+        raise invalid(f"unknown parameter {shown}; {hint}", param, "unknown_parameter")
+    hint = f" (did you mean {near[0]!r}?)" if near else ""
+    warn(scope, "unknown_key", f"unknown parameter {shown} was ignored{hint}")
 
 
 def _mistyped(error: msgspec.ValidationError) -> APIError:

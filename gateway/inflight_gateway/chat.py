@@ -40,8 +40,8 @@ async def chat_completions(http: Request) -> Response:
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
     if body.stream:
-        return await stream_events(gateway, http, [request], ChatEvents(head, body, plan))
-    results = await complete(gateway, http, [{**request, "one_response": True}])
+        return await stream_events(gateway, http, [request], plan.limit, ChatEvents(head, body, plan))
+    results = await complete(gateway, http, [{**request, "one_response": True}], plan.limit)
     return Response(encode_json(_whole(head, body, plan, results[0])), media_type="application/json")
 
 
@@ -56,31 +56,34 @@ def _whole(head: dict[str, Any], body: ChatBody, plan: ChatPlan, result: Generat
 
 
 def _choice(choice: Choice, body: ChatBody, plan: ChatPlan) -> dict[str, Any]:
-    answer = plan.parser().whole(choice.text)
+    answer = plan.parser().whole(choice.text, choice.finish_reason)
     logprobs = None
     if body.logprobs:
-        tokens = chat_logprobs(choice.token_ids, choice.logprobs or [], body.top_logprobs or 0)
+        tokens = chat_logprobs(choice.token_ids, choice.logprobs or [], body.top_logprobs or 0, body.ids_as_tokens)
         logprobs = {"content": tokens, "refusal": None}
     found = {
         "index": choice.index,
-        "message": _message(answer, plan),
+        "message": _message(answer, body, plan),
         "logprobs": logprobs,
-        "finish_reason": finish_reason(choice.finish_reason, bool(answer.calls)),
+        "finish_reason": finish_reason(choice.finish_reason, bool(answer.calls), body),
     }
     if body.return_token_ids:
         found["token_ids"] = choice.token_ids
     return found
 
 
-def _message(answer: Answer, plan: ChatPlan) -> dict[str, Any]:
-    found: dict[str, Any] = {"role": "assistant", "content": answer.content, "refusal": None}
+def _message(answer: Answer, body: ChatBody, plan: ChatPlan) -> dict[str, Any]:
+    content = plan.echo + answer.content
+    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if answer.calls:
-        found["content"] = answer.content or None
-        found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in answer.calls
-        ]
+        found["content"] = content or None
+        calls = [{"name": call.name, "arguments": call.arguments} for call in answer.calls]
+        if body.functions is not None:
+            found["function_call"] = calls[0]
+        else:
+            ids = [call.id for call in answer.calls]
+            found["tool_calls"] = [{"id": i, "type": "function", "function": call} for i, call in zip(ids, calls)]
     if answer.reasoning and plan.show_reasoning:
         found["reasoning_content"] = found["reasoning"] = answer.reasoning
-        found["content"] = answer.content or None
+        found["content"] = content or None
     return found

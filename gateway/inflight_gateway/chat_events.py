@@ -17,9 +17,11 @@ from inflight_gateway.usage import UsageCounter
 __all__ = ["ChatEvents", "finish_reason"]
 
 
-def finish_reason(reason: str | None, called: bool) -> str | None:
-    """OpenAI's finish reason: `tool_calls` for an answer that stopped by itself and called a tool."""
-    return "tool_calls" if called and reason == "stop" else reason
+def finish_reason(reason: str | None, called: bool, body: ChatBody) -> str | None:
+    """OpenAI's finish reason: `tool_calls` or `function_call` for an answer that stopped by itself and called one."""
+    if not called or reason != "stop":
+        return reason
+    return "tool_calls" if body.functions is None else "function_call"
 
 
 class ChatEvents:
@@ -46,6 +48,8 @@ class ChatEvents:
         values = [self._value(choice, {"role": "assistant", "content": ""}, None) for choice in self._choices]
         if self._plan.prompt_token_ids is not None:
             values[0]["prompt_token_ids"] = self._plan.prompt_token_ids
+        if self._plan.echo:
+            values += [self._value(choice, {"content": self._plan.echo}, None) for choice in self._choices]
         return b"".join(map(event, values))
 
     def chunk(self, prompt: int, chunk: StreamChunk) -> bytes:
@@ -66,10 +70,12 @@ class ChatEvents:
             self._hold(choice, delta)
         found = choice.parser.feed(delta.text) if delta.text else []
         if delta.finish_reason is not None:
-            found += choice.parser.finish()
+            found += choice.parser.finish(delta.finish_reason)
         events = [self._of(choice, one) for one in found]
         if delta.finish_reason is not None:
-            events.append(self._event(choice, {}, finish_reason(delta.finish_reason, choice.parser.calls > 0)))
+            events.append(
+                self._event(choice, {}, finish_reason(delta.finish_reason, choice.parser.calls > 0, self._body))
+            )
         return b"".join(events)
 
     def _hold(self, choice: _Choice, delta: ChoiceDelta) -> None:
@@ -77,7 +83,9 @@ class ChatEvents:
         if self._body.return_token_ids:
             choice.token_ids += delta.token_ids
         if self._body.logprobs and delta.logprobs:
-            choice.logprobs += chat_logprobs(delta.token_ids, delta.logprobs, self._body.top_logprobs or 0)
+            choice.logprobs += chat_logprobs(
+                delta.token_ids, delta.logprobs, self._body.top_logprobs or 0, self._body.ids_as_tokens
+            )
 
     def _of(self, choice: _Choice, found: AnswerEvent) -> bytes:
         if isinstance(found, Content):
@@ -86,13 +94,17 @@ class ChatEvents:
             both = {"reasoning_content": found.text, "reasoning": found.text}
             return self._event(choice, both) if self._plan.show_reasoning else b""
         if isinstance(found, CallStart):
-            function = {"name": found.name, "arguments": ""}
-            call = {"index": found.index, "id": found.id, "type": "function", "function": function}
-            return self._event(choice, {"tool_calls": [call]})
+            head = {"index": found.index, "id": found.id, "type": "function"}
+            return self._call(choice, head, {"name": found.name, "arguments": ""})
         if isinstance(found, CallArguments):
-            call = {"index": found.index, "function": {"arguments": found.text}}
-            return self._event(choice, {"tool_calls": [call]})
+            return self._call(choice, {"index": found.index}, {"arguments": found.text})
         return b""
+
+    def _call(self, choice: _Choice, head: dict[str, Any], function: dict[str, Any]) -> bytes:
+        """Part of a call; the legacy form has only one."""
+        if self._body.functions is None:
+            return self._event(choice, {"tool_calls": [{**head, "function": function}]})
+        return self._event(choice, {"function_call": function}) if head["index"] == 0 else b""
 
     def _text(self, choice: _Choice, text: str) -> bytes:
         if not self._plain:

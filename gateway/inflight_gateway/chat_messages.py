@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,10 @@ import msgspec
 
 from inflight_gateway.errors import APIError, invalid
 
-__all__ = ["template_messages", "text_of"]
+__all__ = ["template_messages", "text_of", "unusual_roles"]
 
+_ROLE = re.compile(r"[\w .:-]{1,64}")  # a template can know more than these
+_MAX_SHOWN = 100  # characters of a value
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning")
@@ -19,8 +22,8 @@ _KEPT = ("name", "tool_call_id", "reasoning_content", "reasoning")
 def template_messages(messages: Any) -> list[dict[str, Any]]:
     """Messages for a chat template: contents are strings, and the arguments of calls are objects.
 
-    The role developer becomes system, as templates do not know it.  Keys without a meaning for a template are omitted,
-    so that a client can send whole answers back.
+    The role developer becomes system, as templates do not know it; roles that are not OpenAI's stay.  Keys without a
+    meaning for a template are omitted, so that a client can send whole answers back.
 
     Raises:
         APIError: a message that is not of OpenAI's form, or has parts other than text; it says which.
@@ -28,6 +31,11 @@ def template_messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise invalid('messages: a list of objects such as {"role": "user", "content": "Hi"} is expected', "messages")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(messages)]
+
+
+def unusual_roles(messages: list[dict[str, Any]]) -> list[str]:
+    """The roles that are not OpenAI's, which templates can leave out."""
+    return sorted({message["role"] for message in messages}.difference(_ROLES))
 
 
 def text_of(content: Any, where: str) -> str:
@@ -57,14 +65,14 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise _wrong(where, "an object with role and content is expected")
     role = message.get("role")
-    if role not in _ROLES:
-        raise _wrong(f"{where}.role", f"{role!r} came; one of {', '.join(_ROLES)} is expected")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        shown = repr(role)[:_MAX_SHOWN]
+        raise _wrong(f"{where}.role", f"{shown} came; a role such as {', '.join(_ROLES)} is expected")
     found: dict[str, Any] = {"role": "system" if role == "developer" else role}
     content, calls = message.get("content"), message.get("tool_calls")
     if role == "assistant":
-        for key in ("audio", "function_call"):
-            if message.get(key) is not None:
-                raise _wrong(f"{where}.{key}", "not supported; leave it out", "unsupported_parameter")
+        if message.get("audio") is not None:
+            raise _wrong(f"{where}.audio", "not supported; leave it out", "unsupported_parameter")
         if content is None and message.get("refusal") is not None:
             content = message["refusal"]
         if calls:

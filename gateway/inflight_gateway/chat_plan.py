@@ -6,26 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import msgspec
 from starlette.requests import Request
 
 from inflight_gateway.answers import AnswerParser
 from inflight_gateway.arguments import base_arguments
-from inflight_gateway.bodies import SamplingBody
-from inflight_gateway.chat_messages import template_messages
+from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody
+from inflight_gateway.chat_messages import template_messages, unusual_roles
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
+from inflight_gateway.legacy_functions import messages_with_tools, tool_choice_of, tools_of
+from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.reasoning import ReasoningParser, reasoning_opened
 from inflight_gateway.reasoning_formats import reasoning_tags
 from inflight_gateway.reasoning_tokens import ReasoningTokens, reasoning_token_ids
-from inflight_gateway.response_format import behind_reasoning, calls_or, response_constraint
+from inflight_gateway.response_format import behind_reasoning, body_constraint, calls_or
+from inflight_gateway.response_headers import warn
 from inflight_gateway.tool_parsers import FORMATS, format_named
+from inflight_gateway.translations import CHAT, Translation
 from inflight_gateway.upstream import ServedModel
 
 __all__ = ["ChatBody", "ChatPlan", "plan_chat"]
 
 _TEMPLATE_ARGUMENTS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-_MAX_TOKENS = 2**31 - 1  # as many as the context allows; the model ends a sequence there
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -34,11 +38,7 @@ class ChatBody(SamplingBody, kw_only=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "add_special_tokens": (None, False),  # the template writes them
         "audio": (None,),
-        "best_of": (None, 1),
         "chat_template": (None,),
-        "echo": (None, False),
-        "function_call": (None, "none"),
-        "functions": (None, []),
         "length_penalty": (None, 1, 1.0),
         "modalities": (None, [], ["text"]),
         "moderation": (None,),
@@ -52,22 +52,25 @@ class ChatBody(SamplingBody, kw_only=True):
         "stream_reasoning": (None, True),
     }
     # These concern billing, storage, caching or routing at OpenAI.  `verbosity` is only a hint.
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
+    IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED.union(
         {
             "metadata",
             "prompt_cache_options",
             "prompt_cache_retention",
             "safety_identifier",
             "service_tier",
-            "store",
             "verbosity",
         }
     )
+
+    TRANSLATED: ClassVar[dict[str, Translation]] = CHAT
 
     messages: Any
     tools: Any = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
+    functions: Any = None
+    function_call: Any = None
     response_format: Any = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -79,6 +82,13 @@ class ChatBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
     include_reasoning: bool | None = None
+    echo: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    @property
+    def ids_as_tokens(self) -> bool:
+        """Whether log probabilities name tokens by their ids."""
+        return bool(self.return_tokens_as_token_ids)
 
 
 @dataclass(frozen=True)
@@ -87,19 +97,23 @@ class ChatPlan:
 
     Attributes:
         arguments: of `AsyncClient.stream`, without a request id.
+        limit: the length that the caller asks for.
         tools: how tools are used; None if none can be called.
         tags: around the model's reasoning, if the answer can contain some.
         opened: whether the answer begins within the tags.
         show_reasoning: whether the caller gets the reasoning.
+        echo: text of the last message, which the answer repeats.
         tag_ids: the tokens of `tags`, if each tag is one token.
         prompt_token_ids: of the rendered chat, if the caller wants token ids.
     """
 
     arguments: dict[str, Any]
+    limit: LengthLimit
     tools: ToolPlan | None
     tags: tuple[str, str] | None
     opened: bool
     show_reasoning: bool
+    echo: str = ""
     tag_ids: tuple[int, int] | None = None
     prompt_token_ids: list[int] | None = None
 
@@ -108,6 +122,7 @@ class ChatPlan:
         return AnswerParser(
             None if self.tags is None else ReasoningParser(self.tags, self.opened),
             None if self.tools is None else self.tools.parser(),
+            only_calls=self.tools is not None and self.tools.required,
         )
 
     def reasoning_tokens(self) -> ReasoningTokens | None:
@@ -127,10 +142,13 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
             "model",
         )
     _check(body)
+    body = _with_tools(body)
     tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
     tags, opened = await _reasoning(gateway, model, body)
     arguments = base_arguments(gateway, http, model, body)
-    arguments |= _length(body, model) | _logprobs(body) | _template(body)
+    limit = _limit(body, model)
+    arguments["max_tokens"] = limit.longest(model) if limit.tokens is None else limit.tokens  # as in OpenAI's API
+    arguments |= _logprobs(body) | _template(body)
     if tools is not None:
         arguments["tools"] = tools.described
     constraint = _constraint(body, tools)
@@ -141,11 +159,26 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
         arguments["skip_special_tokens"] = False  # the parsers must see them
     ids = await _prompt_ids(gateway, model, arguments) if body.return_token_ids else None
     tag_ids = None if tags is None else reasoning_token_ids(tags, model.info)
-    return ChatPlan(arguments, tools, tags, opened, body.include_reasoning is not False, tag_ids, ids)
+    for role in unusual_roles(arguments["messages"]):
+        warn(http.scope, "ignored", f"the role {role!r} has an effect only if the model's chat template knows it")
+    echo = _last_content(body.messages) if body.echo and arguments["messages"][-1]["role"] == "assistant" else ""
+    return ChatPlan(arguments, limit, tools, tags, opened, body.include_reasoning is not False, echo, tag_ids, ids)
+
+
+def _with_tools(body: ChatBody) -> ChatBody:
+    """The body with tools in the place of functions."""
+    body = msgspec.structs.replace(body, messages=messages_with_tools(body.messages))
+    if body.functions is None:
+        return body
+    if body.tools is not None:
+        raise invalid("functions: give it or tools, not both", "functions")
+    tools, choice = tools_of(body.functions), tool_choice_of(body.function_call)
+    return msgspec.structs.replace(body, tools=tools, tool_choice=choice, parallel_tool_calls=False)
 
 
 async def _prompt_ids(gateway: Gateway, model: ServedModel, arguments: dict[str, Any]) -> list[int]:
-    chat = {name: arguments[name] for name in _TEMPLATE_ARGUMENTS if name in arguments}
+    names = (*_TEMPLATE_ARGUMENTS, "truncate_prompt_tokens")
+    chat = {name: arguments[name] for name in names if name in arguments}
     ids: list[int] = (await gateway.upstream.tokenize(model, **chat))["tokens"]
     return ids
 
@@ -185,13 +218,9 @@ def _last_content(messages: Any) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _length(body: ChatBody, model: ServedModel) -> dict[str, Any]:
-    """`max_tokens`; without one, as many as the context allows, as in OpenAI's API."""
-    for name in ("max_completion_tokens", "max_tokens"):
-        if (limit := getattr(body, name)) is not None:
-            return {"max_tokens": limit}
-    known = model.info.get("max_model_len")
-    return {"max_tokens": known if isinstance(known, int) and known > 0 else _MAX_TOKENS}
+def _limit(body: ChatBody, model: ServedModel) -> LengthLimit:
+    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    return LengthLimit.of(name, getattr(body, name), model)
 
 
 def _logprobs(body: ChatBody) -> dict[str, Any]:
@@ -223,11 +252,7 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
 
 def _constraint(body: ChatBody, tools: ToolPlan | None) -> dict[str, Any] | None:
     """The constraint on the answer, without its reasoning."""
-    response = response_constraint(body.response_format)
-    if body.structured_outputs is not None:
-        if response is not None:
-            raise invalid("structured_outputs: give it or response_format, not both", "structured_outputs")
-        response = body.structured_outputs
+    response = body_constraint(body.response_format, body.structured_outputs)
     if tools is None or response is None:
         return response if tools is None else tools.constraint()
     return tools.calls() if tools.required else calls_or(tools.calls(), response)

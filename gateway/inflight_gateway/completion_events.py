@@ -30,6 +30,7 @@ class Plan:
         prompt_token_ids: the prompt's, if known.
         hides_output: return the prompt alone.
         continuous_usage: every event has the usage so far.
+        ids_as_tokens: log probabilities name tokens by their ids.
     """
 
     n: int = 1
@@ -40,6 +41,7 @@ class Plan:
     prompt_token_ids: list[int] | None = None
     hides_output: bool = False
     continuous_usage: bool = False
+    ids_as_tokens: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -58,7 +60,7 @@ class ChoiceBuilder:
     def __init__(self, plan: Plan, index: int) -> None:
         self._plan = plan
         self._index = index
-        self._logprobs = None if plan.logprobs is None else LegacyLogprobs(plan.logprobs)
+        self._logprobs = None if plan.logprobs is None else LegacyLogprobs(plan.logprobs, plan.ids_as_tokens)
         self._started = False
 
     def whole(self, choice: Choice, prompt_rows: Sequence[TokenLogprobs] | None) -> dict[str, Any]:

@@ -10,12 +10,15 @@ from starlette.responses import Response
 
 from inflight_client import GenerationResult
 from inflight_gateway.arguments import base_arguments, request_id_of
-from inflight_gateway.bodies import SamplingBody, read_body
+from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody, read_body
 from inflight_gateway.completion_events import ChoiceBuilder, CompletionEvents, Plan
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.length_limit import LengthLimit
+from inflight_gateway.response_format import body_constraint
 from inflight_gateway.sse import encode_json
+from inflight_gateway.translations import COMMON, Translation
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
 
@@ -28,25 +31,26 @@ class CompletionBody(SamplingBody, kw_only=True):
     """A completion request.  `prompt`: a text, token ids, or a list of either."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "best_of": (None, 1),
         "suffix": (None, ""),
         "use_beam_search": (None, False),
         "prompt_embeds": (None,),
         "length_penalty": (None, 1, 1.0),
         "add_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
-        "return_tokens_as_token_ids": (None, False),
-        "response_format": (None,),
         "logits_processors": (None,),
         "kv_transfer_params": (None,),
         # vllm-router sends these with every completion.
         "no_stop_trim": (None, False),
         "return_hidden_states": (None, False),
     }
+    IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED
+    TRANSLATED: ClassVar[dict[str, Translation]] = COMMON
 
     prompt: Any
     echo: bool | None = None
     logprobs: int | None = None
+    response_format: Any = None
+    return_tokens_as_token_ids: bool | None = None
 
 
 async def completions(http: Request) -> Response:
@@ -67,9 +71,10 @@ async def completions(http: Request) -> Response:
         "model": model.name,
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
+    limit = LengthLimit.of("max_tokens", body.max_tokens, model)
     if body.stream:
-        return await stream_events(gateway, http, requests, CompletionEvents(head, body.include_usage, plans))
-    results = await complete(gateway, http, [{**request, "one_response": True} for request in requests])
+        return await stream_events(gateway, http, requests, limit, CompletionEvents(head, body.include_usage, plans))
+    results = await complete(gateway, http, [{**request, "one_response": True} for request in requests], limit)
     return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
 
 
@@ -91,6 +96,11 @@ def _arguments(gateway: Gateway, http: Request, model: ServedModel, body: Comple
         arguments["logprobs"] = body.logprobs
         if body.echo:
             arguments["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.max_tokens == -1:
+        arguments["max_tokens"] = LengthLimit.longest(model)
+    constraint = body_constraint(body.response_format, body.structured_outputs)
+    if constraint is not None:
+        arguments["structured_outputs"] = constraint
     if body.max_tokens == 0:  # the server generates at least one; it is not shown
         arguments["max_tokens"] = 1
     return arguments
@@ -117,12 +127,18 @@ def _prompt(value: Any) -> dict[str, Any]:
 
 async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prompt: dict[str, Any]) -> Plan:
     """The content of the choices of a prompt."""
+    limit = body.truncate_prompt_tokens
     ids: list[int] | None = prompt.get("input_ids")
     text: str | None = prompt.get("prompt") if body.echo else None
-    if body.echo and ids is not None:
-        text = await gateway.upstream.detokenize(model, ids)
-    if body.return_token_ids and ids is None:
-        ids = (await gateway.upstream.tokenize(model, prompt=prompt["prompt"]))["tokens"]
+    if ids is not None:
+        ids = _last(ids, limit, model)
+        if body.echo:
+            text = await gateway.upstream.detokenize(model, ids)
+    elif body.return_token_ids or (body.echo and limit is not None):
+        question = {} if limit is None else {"truncate_prompt_tokens": limit}
+        found = await gateway.upstream.tokenize(model, prompt=prompt["prompt"], **question)
+        ids = found["tokens"]
+        text = found["prompt"] if body.echo and limit is not None else text
     return Plan(
         n=body.n or 1,
         echo=text,
@@ -132,7 +148,15 @@ async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prom
         prompt_token_ids=ids,
         hides_output=body.max_tokens == 0,
         continuous_usage=body.continuous_usage,
+        ids_as_tokens=bool(body.return_tokens_as_token_ids),
     )
+
+
+def _last(ids: list[int], limit: int | None, model: ServedModel) -> list[int]:
+    """The ids that are left by `truncate_prompt_tokens`; the server refuses a wrong value."""
+    if limit == -1:
+        limit = model.info.get("max_model_len", 0) - 1
+    return ids if limit is None or limit < 1 else ids[-limit:]
 
 
 def _whole(head: dict[str, Any], plans: list[Plan], results: list[GenerationResult]) -> dict[str, Any]:

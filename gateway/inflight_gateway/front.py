@@ -1,4 +1,4 @@
-"""Middleware for every request: checks the API key, and counts the answer."""
+"""Middleware for every request: checks the API key, counts the answer, and answers after a fault."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from collections.abc import Collection
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.errors import APIError, api_error, error_response
 from inflight_gateway.metrics import Metrics
+from inflight_gateway.response_headers import warnings_of
 
 __all__ = ["Front", "Keys"]
 
@@ -69,14 +70,14 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status, started = 500, time.perf_counter()
+        status, started, since = 500, False, time.perf_counter()
 
         async def sending(message: Message) -> None:
-            nonlocal status
+            nonlocal status, started
             if message["type"] == "http.response.start":
-                status = message["status"]
-                if "request_id" in scope:
-                    message["headers"] = [*message["headers"], (b"x-request-id", scope["request_id"].encode())]
+                status, started = message["status"], True
+                for reason, _ in warnings_of(scope):
+                    self._metrics.warned(self._endpoint(scope), reason)
             await send(message)
 
         try:
@@ -84,10 +85,14 @@ class Front:
                 await error_response(_no_key())(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
+        except Exception as error:
+            if not started:  # here, so that the response has the headers of the outer middleware
+                await error_response(api_error(error))(scope, receive, sending)
+            raise  # the server logs it
         finally:
             if scope.get("client_gone"):
                 status = 499
-            self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - started)
+            self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - since)
 
     def _may_pass(self, scope: Scope) -> bool:
         return scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope).get("authorization", ""))

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from inflight_client import AsyncStream, GenerationResult, StreamChunk
 from inflight_gateway.errors import APIError, api_error, request_error
+from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.sse import DONE, KEEP_ALIVE, event
 
 if TYPE_CHECKING:
@@ -158,6 +159,10 @@ class Generation:
         """
         async for _ in self.pieces():
             pass
+        return self.results_so_far()
+
+    def results_so_far(self) -> list[GenerationResult]:
+        """The output that has arrived."""
         return [stream.result() for stream in self._streams]
 
     def _raise(self) -> None:
@@ -271,9 +276,15 @@ class EventStream(Response):
 
 
 async def stream_events(
-    gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]], encoder: EventEncoder
+    gateway: Gateway,
+    http: Request,
+    requests: Sequence[Mapping[str, Any]],
+    limit: LengthLimit,
+    encoder: EventEncoder,
 ) -> Response:
     """Send the requests; returns the response that streams their events.
+
+    Its headers say whether the context is shorter than `limit`.
 
     Raises:
         APIError, ClientGone: before any event, see `Generation.first`.
@@ -281,20 +292,32 @@ async def stream_events(
     generation = await Generation(gateway, http, requests).__aenter__()
     try:
         await generation.first()
+        limit.check(http.scope, _longest_prompt(generation.results_so_far()))
     except BaseException:
         await generation.close()
         raise
     return EventStream(gateway, generation, encoder)
 
 
-async def complete(gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]]) -> list[GenerationResult]:
+async def complete(
+    gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]], limit: LengthLimit
+) -> list[GenerationResult]:
     """Send the requests and wait for their complete answers, one per request.
+
+    The response's headers will say whether the context is shorter than `limit`.
 
     Raises:
         APIError, ClientGone: see `Generation.pieces`.
     """
     async with Generation(gateway, http, requests) as generation:
-        return await generation.results()
+        results = await generation.results()
+    limit.check(http.scope, _longest_prompt(results))
+    return results
+
+
+def _longest_prompt(results: Sequence[GenerationResult]) -> int:
+    """In tokens; 0 if no length is known yet."""
+    return max([result.usage.input_tokens or 0 for result in results], default=0)
 
 
 def failed_events(error: APIError) -> bytes:

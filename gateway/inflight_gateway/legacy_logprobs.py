@@ -17,10 +17,12 @@ class LegacyLogprobs:
 
     Args:
         top: requested number of candidates per token.
+        ids_as_tokens: tokens are named "token_id:5" in the place of their text.
     """
 
-    def __init__(self, top: int) -> None:
+    def __init__(self, top: int, ids_as_tokens: bool = False) -> None:
         self._top = top
+        self._ids_as_tokens = ids_as_tokens
         self._offset = 0
 
     def add(self, rows: Sequence[TokenLogprobs], first_text: str = "") -> dict[str, Any]:
@@ -35,24 +37,30 @@ class LegacyLogprobs:
         candidates: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for row in rows:
-            token = first_text
+            token = name = first_text
             if row:
-                chosen = next(iter(row.values()))
+                chosen_id, chosen = next(iter(row.items()))
                 token = chosen.decoded_token or ""
+                name = self._name(chosen_id, token)
                 logprobs.append(max(chosen.logprob, _LOWEST))
                 candidates.append(self._candidates(row))
             else:
                 logprobs.append(None)
                 candidates.append(None)
-            tokens.append(token)
+            tokens.append(name)
             offsets.append(self._offset)
             self._offset += len(token)
         return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": candidates, "text_offset": offsets}
 
     def _candidates(self, row: dict[int, Any]) -> dict[str, float]:
         """The most likely tokens and the chosen one, by their text."""
-        entries = list(row.values())[: self._top + 1]
-        return {entry.decoded_token or "": max(entry.logprob, _LOWEST) for entry in entries}
+        entries = list(row.items())[: self._top + 1]
+        return {
+            self._name(token_id, entry.decoded_token or ""): max(entry.logprob, _LOWEST) for token_id, entry in entries
+        }
+
+    def _name(self, token_id: int, text: str) -> str:
+        return f"token_id:{token_id}" if self._ids_as_tokens else text
 
 
 def first_token_text(rows: Sequence[TokenLogprobs], text: str) -> str:

@@ -61,6 +61,12 @@ class Metrics:
         self._broken = Counter(
             "inflight_gateway_broken_streams", "Streams that ended with an error event.", registry=own
         )
+        self._warnings = Counter(
+            "inflight_gateway_warnings",
+            "Warnings in the headers of responses, by endpoint and reason.",
+            ["endpoint", "reason"],
+            registry=own,
+        )
         self._routed = Counter(
             "inflight_gateway_routed_requests",
             "Requests given to a Triton, by the reason for it.",
@@ -89,6 +95,10 @@ class Metrics:
     def routed(self, triton: str, why: str) -> None:
         """A Triton was chosen for an attempt."""
         self._routed.labels(triton, why).inc()
+
+    def warned(self, endpoint: str, reason: str) -> None:
+        """A response has a warning."""
+        self._warnings.labels(endpoint, reason).inc()
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""

@@ -38,7 +38,7 @@ class GatewayOptions:
         max_open_requests: maximum number of generating requests per process; more are refused with 429.
         request_timeout: maximum seconds for a request; None: no limit.
         keep_alive_seconds: seconds without an event after which a stream sends a comment.
-        lenient: ignore unknown keys in request bodies instead of refusing them.
+        strict: refuse unknown keys in request bodies instead of ignoring them with a warning.
         tool_call_parser: format of tool calls in the model's text; "": detected from the chat template.
         reasoning_parser: format of reasoning in the model's text; "": detected from the chat template.
         triton_metrics: URL of Triton's metrics, which `/metrics` adds to the gateway's own: endpoint pickers read a
@@ -65,7 +65,7 @@ class GatewayOptions:
     max_open_requests: int = 1024
     request_timeout: float | None = 600.0
     keep_alive_seconds: float = 15.0
-    lenient: bool = False
+    strict: bool = False
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     triton_metrics: str = ""

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight_gateway.errors import invalid
 
-__all__ = ["behind_reasoning", "calls_or", "response_constraint"]
+__all__ = ["behind_reasoning", "body_constraint", "calls_or", "response_constraint"]
 
 _KINDS = ("text", "json_object", "json_schema", "structural_tag")
 _SPACE = {"type": "regex", "pattern": r"[ \t\r\n]{0,4}"}
@@ -39,6 +39,18 @@ def response_constraint(response_format: Any, param: str = "response_format") ->
     if not isinstance(schema, (Mapping, bool)):
         raise invalid(f"{param}.json_schema.schema: a JSON Schema is expected", param)
     return {"json": schema}
+
+
+def body_constraint(response_format: Any, structured_outputs: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The constraint of a body that has one of the two keys, or none.
+
+    Raises:
+        APIError: both constrain the answer, or a format that is not OpenAI's.
+    """
+    response = response_constraint(response_format)
+    if response is not None and structured_outputs is not None:
+        raise invalid("structured_outputs: give it or response_format, not both", "structured_outputs")
+    return structured_outputs if response is None else response
 
 
 def calls_or(calls: dict[str, Any], response: dict[str, Any] | None) -> dict[str, Any]:

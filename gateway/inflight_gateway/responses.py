@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -17,6 +18,7 @@ from inflight_gateway.chat_plan import ChatPlan, plan_chat
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.response_headers import warn
 from inflight_gateway.response_items import ResponseItems
 from inflight_gateway.responses_input import ResponsesBody, chat_of_responses
 from inflight_gateway.sse import encode_json, named_event
@@ -31,13 +33,15 @@ async def responses(http: Request) -> Response:
     gateway = gateway_of(http)
     body = await read_body(http, ResponsesBody, gateway.options)
     model = await gateway.upstream.resolve(body.model)
-    plan = await plan_chat(gateway, http, model, chat_of_responses(body))
+    chat = chat_of_responses(body, lambda message: warn(http.scope, "ignored", message))
+    plan = await plan_chat(gateway, http, model, chat)
     request_id = request_id_of(http, body)
     request = {**plan.arguments, "request_id": request_id}
+    limit = replace(plan.limit, key="max_output_tokens")
     answer = _Answer(_head(body, f"resp_{request_id}", model.name), body, plan)
     if body.stream:
-        return await stream_events(gateway, http, [request], _Events(answer, plan))
-    results = await complete(gateway, http, [{**request, "one_response": True}])
+        return await stream_events(gateway, http, [request], limit, _Events(answer, plan))
+    results = await complete(gateway, http, [{**request, "one_response": True}], limit)
     answer.grow(results[0].choices[0])
     return Response(
         encode_json(answer.response(usage_of(results, reasoning=plan.reasoning_tokens()))),
@@ -47,7 +51,7 @@ async def responses(http: Request) -> Response:
 
 def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:
     """The keys of the response that are known before it begins."""
-    tools = [tool for tool in body.tools or [] if isinstance(tool, dict)]
+    tools = [tool for tool in body.tools or [] if isinstance(tool, dict) and tool.get("type") == "function"]
     reasoning = body.reasoning or {}
     return {
         "id": response_id,
@@ -92,9 +96,8 @@ class _Answer:
         whole = delta.finish_reason != "length"
         if delta.finish_reason is not None:
             self._reason = delta.finish_reason
-            found += [
-                one for one in self._parser.finish() if whole or not isinstance(one, CallEnd)
-            ]  # truncated: they stay open
+            ends = self._parser.finish(delta.finish_reason)
+            found += [one for one in ends if whole or not isinstance(one, CallEnd)]  # truncated: they stay open
         events = []
         for event in found:
             events += self._items.add(event, self._held)

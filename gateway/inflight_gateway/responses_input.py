@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from inflight_gateway.bodies import SamplingBody
+from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody
 from inflight_gateway.chat_messages import text_of
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.errors import APIError, invalid
+from inflight_gateway.translations import RESPONSES, Say, Translation
 
 __all__ = ["ResponsesBody", "chat_of_responses"]
 
 _ROLES = ("system", "developer", "user", "assistant")
+# Beginnings of the types of tools that are no functions of the client; some types end with a date.
+_HOSTED = (
+    *("apply_patch", "code_interpreter", "computer", "custom", "file_search", "image_generation", "local_shell"),
+    *("mcp", "namespace", "programmatic_tool_calling", "shell", "tool_search", "web_search"),
+)
 _LOGPROBS = "message.output_text.logprobs"
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")  # reasoning is returned in plain text anyway
 
@@ -30,10 +36,8 @@ class ResponsesBody(SamplingBody, kw_only=True):
         "moderation": (None,),
         "previous_response_id": (None,),
         "prompt": (None,),
-        "store": (None, False),
-        "truncation": (None, "disabled"),
     }
-    IGNORED: ClassVar[frozenset[str]] = frozenset(
+    IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED.union(
         {
             "max_tool_calls",  # of tools that a server runs itself
             "prompt_cache_options",
@@ -42,6 +46,8 @@ class ResponsesBody(SamplingBody, kw_only=True):
             "service_tier",
         }
     )
+
+    TRANSLATED: ClassVar[dict[str, Translation]] = RESPONSES
 
     input: Any
     instructions: str | None = None
@@ -57,8 +63,12 @@ class ResponsesBody(SamplingBody, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def chat_of_responses(body: ResponsesBody) -> ChatBody:
+def chat_of_responses(body: ResponsesBody, say: Say) -> ChatBody:
     """The same request as a chat.
+
+    Args:
+        body: of the request.
+        say: warns of tools that OpenAI's servers run, which are left out.
 
     Raises:
         APIError: an item, a tool or an option that is not supported; it says which.
@@ -80,7 +90,7 @@ def chat_of_responses(body: ResponsesBody) -> ChatBody:
     return ChatBody(
         **{**common, "stream_options": None},
         messages=[*system, *_messages(body.input)],
-        tools=_tools(body.tools),
+        tools=_tools(body.tools, say),
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         response_format=(body.text or {}).get("format"),
@@ -148,17 +158,25 @@ def _thought(item: Mapping[str, Any], where: str) -> str:
     return "\n".join(part["text"] for part in parts if isinstance(part.get("text"), str))
 
 
-def _tools(tools: Any) -> Any:
-    """Function tools in the form of a chat; other tools unchanged: the chat refuses them by name."""
+def _tools(tools: Any, say: Say) -> Any:
+    """Function tools in the form of a chat, without hosted ones; other tools unchanged: the chat refuses them."""
     if not isinstance(tools, list):
         return tools
+    for kind in sorted({tool["type"] for tool in tools if _is_hosted(tool)}):
+        say(f"tools of type {kind!r} have no effect: they run on OpenAI's servers, or are not described to the model")
     keys = ("name", "description", "parameters", "strict")
     return [
         {"type": "function", "function": {key: tool[key] for key in keys if tool.get(key) is not None}}
         if isinstance(tool, Mapping) and tool.get("type") == "function"
         else tool
         for tool in tools
+        if not _is_hosted(tool)
     ]
+
+
+def _is_hosted(tool: Any) -> bool:
+    kind = tool.get("type") if isinstance(tool, Mapping) else None
+    return isinstance(kind, str) and kind.startswith(_HOSTED)
 
 
 def _tool_choice(choice: Any) -> Any:
@@ -167,8 +185,8 @@ def _tool_choice(choice: Any) -> Any:
     if choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if choice.get("type") == "allowed_tools" and isinstance(choice.get("tools"), list):
-        allowed = {"mode": choice.get("mode"), "tools": [_tool_choice(tool) for tool in choice["tools"]]}
-        return {"type": "allowed_tools", "allowed_tools": allowed}
+        listed = [_tool_choice(tool) for tool in choice["tools"] if not _is_hosted(tool)]
+        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": listed}}
     return choice
 
 

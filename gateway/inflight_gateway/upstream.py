@@ -9,7 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from inflight_client import AsyncClient, AsyncStream, InflightError, RetryPolicy, ServerUnreachableError
+from inflight_client import (
+    AsyncClient,
+    AsyncStream,
+    DeadlineExceededError,
+    InflightError,
+    RetryPolicy,
+    ServerUnreachableError,
+)
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found, request_error
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
@@ -18,6 +25,7 @@ __all__ = ["ServedModel", "Upstream", "text_inputs"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
 _INFO_SECONDS = 30.0  # for which the facts about a model are cached
+_ASK_SECONDS = 5.0  # for a model to answer; a stub that is stopped or hangs never does
 
 # A model with these takes text and answers with text: models of this contract, and of vllm_backend.
 _REQUIRED_INPUTS = {"text_input", "stream", "sampling_parameters"}
@@ -113,10 +121,10 @@ class Upstream:
             return self._listed[1]
 
     async def ready(self) -> bool:
-        """Whether a model that takes text can serve."""
+        """Whether a model that takes text can serve: Triton says so, and a model of this project answers."""
         with contextlib.suppress(APIError, InflightError):
             for model in await self.models():
-                if await self.client.ready(model.name):
+                if await (self.client.responds if model.is_inflight else self.client.ready)(model.name):
                     return True
         return False
 
@@ -153,9 +161,11 @@ class Upstream:
 
     async def _info(self, name: str) -> Mapping[str, Any]:
         try:
-            return await self.client.model_info(name)
+            return await self.client.model_info(name, timeout=_ASK_SECONDS)
         except ServerUnreachableError:
             raise
+        except DeadlineExceededError:  # its stub hangs: what it said last still holds if it comes back
+            return self._known[name][1].info if name in self._known else {}
         except InflightError:  # an older version
             return {}
 

@@ -59,6 +59,7 @@ def test_invalid_options_are_named() -> None:
         ({"model": "x", "seed": 2**63}, "seed=9223372036854775808"),
         ({"model": "x", "seed": 10**40}, "seed=1000"),
         ({"model": "x", "cpu_threads": 100_000}, "cpu_threads=100000"),
+        ({"model": "x", "async_scheduling": "on"}, "async_scheduling='on': .*must be one of 'auto', True, False$"),
         ({"model": "x", "itl_target_ms": float("inf")}, "itl_target_ms=inf"),
         ({"model": "x", "engine_start_timeout": 1e300}, "engine_start_timeout=1e\\+300"),
         ({"model": "x", "priority_classes": {"9" * 30: {"max_queue_size": 3}}}, "priority_classes=.*Expected `int`"),
@@ -169,6 +170,8 @@ def test_names_and_spellings_of_vllm() -> None:
         ({"step_trace": "true"}, {"step_trace": True}),
         ({"step_trace": 1}, {"step_trace": 1}),
         ({"swap_space": "4"}, {"swap_space": 4}),
+        ({"async_scheduling": None}, {"async_scheduling": "auto"}),
+        ({"async_scheduling": "True"}, {"async_scheduling": True}),
         ({"max_logprobs": -1, "download_dir": "/cache"}, {"max_logprobs": -1, "download_dir": "/cache"}),
     ]:
         found, expected = (EngineConfig.from_dict({"model": "x", **values}) for values in (given, meant))

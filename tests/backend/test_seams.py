@@ -33,7 +33,7 @@ DATA = {
 EXCEPTIONS = {
     "runner/forward_pass.py: getattr(model, 'model', None)",  # a model of transformers, both
     "runner/forward_pass.py: hasattr(model, 'get_decoder')",
-    "runner/graphs.py: isinstance(beside, _CudaGraph)",  # a graph of this capturer, asserted
+    "runner/capture.py: isinstance(beside, _CudaGraph)",  # a graph of this capturer, asserted
 }
 
 

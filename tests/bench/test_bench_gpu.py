@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,8 @@ import gpu_attention
 import gpu_decode
 import gpu_engine
 import gpu_model
+import gpu_options
+import gpu_rates
 import gpu_rows
 import gpu_stages
 import pytest
@@ -44,7 +47,7 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
         assert found, f"{name} has no row"
         assert all(row["card"] == "cpu" and row["date"] and row["versions"]["torch"] for row in found)
         statuses = {row["status"] for row in found if "status" in row}
-        assert statuses <= {"refused", "left out"}, name
+        assert statuses <= {"refused", "left out", "not built"}, name
         assert all(gpu_rows.line(row) in done.stdout for row in found)
     assert {row["rate"] for row in rows["rates"]} == {"copy", "read", "gemm"}
     assert {row["shape"] for row in rows["tests"]} == {f"tests/gpu/{p.name}" for p in ROOT.glob("tests/gpu/test_*.py")}
@@ -55,7 +58,13 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
     assert all(row["passed"] for row in checked)
     for name in ("decode", "serve", "prefill", "options", "arrivals"):
         assert any(row.get("achieved", 0) > 0 for row in rows[name]), name
-    assert "sdpa, CUDA graphs" in next(row["note"] for row in rows["serve"] if row["name"] == "serve, transformers")
+    peer = next(row for row in rows["serve"] if row["name"] == "serve, transformers")
+    if find_spec("psutil") is None:
+        assert "psutil" in peer["why"]
+    else:
+        assert "sdpa, its slow one" in peer["note"]
+    names = {row["name"] for row in rows["options"]}
+    assert names == {f"option: {name}" for load in gpu_options.LOADS for name in ("off", *load.switches)}
 
 
 @pytest.mark.nightly
@@ -81,9 +90,16 @@ def test_a_failed_check_is_the_exit_status(tmp_path: Path) -> None:
     assert set(record["rates"]) == {"copy", "gemm"}
 
 
+def test_the_integers_that_a_rate_is_measured_on_do_not_overflow() -> None:
+    numbers = torch.full((2 * 64,), 2**31 - 1, dtype=torch.int32)
+    numbers[64:] = torch.arange(64)
+    largest = numbers.new_empty(2)
+    gpu_rates._max_kernel[(2,)](numbers, largest, BLOCK=64)
+    assert largest.tolist() == [2**31 - 1, 63]
+
+
 def test_limits_add_what_earlier_stages_left() -> None:
-    stages = gpu_stages.STAGES
-    assert sum(stage.seconds for stage in stages) == 500
+    stages = (gpu_stages.Stage("a", 10, "", ""), gpu_stages.Stage("b", 90, "", ""), gpu_stages.Stage("c", 400, "", ""))
     assert gpu_stages.limits(stages, 0, 500, budget=500) == 10
     assert gpu_stages.limits(stages, 1, 496, budget=500) == 96  # stage 0 took 4 s
     assert gpu_stages.limits(stages, len(stages) - 1, 300, budget=500) == 300
@@ -97,9 +113,8 @@ def test_how_a_process_ended() -> None:
         ("exit 0", "ok"),
         ("exit 3", "exit status 3"),
         ("kill -SEGV $$", "killed by SIGSEGV"),
-        ('test "$A" = b', "ok"),
     ]:
-        assert gpu_stages.run_command(["sh", "-c", script], limit=100, environment={"A": "b"}) == status
+        assert gpu_stages.run_command(["sh", "-c", script], limit=100) == status
 
 
 def stage_args(rows: Path) -> SimpleNamespace:
@@ -127,9 +142,10 @@ def test_a_stage_that_crashes_keeps_its_rows(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_lost_stage_costs_the_others_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = []
+    started, limits = [], []
 
-    def run_command(command: list[str], limit: float, environment: dict[str, str]) -> str:
+    def run_command(command: list[str], limit: float) -> str:
+        limits.append(limit)
         name, rows = command[3], Path(command[command.index("--rows") + 1])
         started.append(name)
         about = dict(stage=name, card="H200", date="", versions={}, name="row", shape="", achieved=1, unit="ms")
@@ -142,8 +158,9 @@ def test_a_lost_stage_costs_the_others_nothing(tmp_path: Path, monkeypatch: pyte
     record = json.loads((tmp_path / "gpu_all_h200.json").read_text())
     assert started == [stage.name for stage in gpu_stages.STAGES] == [row["stage"] for row in record["rows"]]
     assert [stage["stage"] for stage in record["stages"] if stage["status"] != "ok"] == ["tests"]
-    args = SimpleNamespace(only=["rates"], output=tmp_path / "one.json", budget=500.0, device="cuda", tiny=False)
+    args = SimpleNamespace(only=["rates"], output=tmp_path / "one.json", budget=None, device="cuda", tiny=False)
     assert gpu_stages.run_all(args) == 0
+    assert limits[-1] == pytest.approx(gpu_stages.STAGES[0].seconds, abs=1), "its own share, and no other's"
     assert [row["stage"] for row in json.loads((tmp_path / "one.json").read_text())["rows"]] == ["rates"]
 
 
@@ -173,10 +190,6 @@ def test_schedules_of_a_decode() -> None:
     assert [out.num_computed_tokens for out in outs] == [[29 + step] * 3 for step in range(5)]
     assert all(out.num_tokens == 3 and out.samples == [True] * 3 for out in outs)
     assert [len(out.new_rows) for out in outs] == [3, 0, 0, 0, 0]
-
-
-def test_time_covered_by_overlapping_spans() -> None:
-    assert gpu_decode.covered([(5, 7), (0, 2), (1, 3), (6, 6.5), (10, 11)]) == 3 + 2 + 1
 
 
 def test_a_timed_decode_reads_more_than_the_cache() -> None:
@@ -221,8 +234,8 @@ def test_gaps_of_watched_requests_that_arrive_by_the_clock() -> None:
 @pytest.mark.nightly
 def test_a_peer_that_takes_too_long_is_stopped_and_left_out(tmp_path: Path) -> None:
     run = gpu_rows.Run("cpu", True, deadline=0.0, file=tmp_path / "rows")
-    ours, theirs = gpu_engine.serve(run)
-    assert ours["achieved"] > 0
+    floor, ours, theirs = gpu_engine.serve(run)
+    assert ours["achieved"] > 0 and ours["limit"] == floor["achieved"] > 0
     assert theirs["status"] == "left out"
     assert theirs["why"].startswith("no time left: 0 of 4 requests ended in ")
 

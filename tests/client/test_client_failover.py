@@ -17,6 +17,7 @@ from inflight_client import (
     AsyncClient,
     AsyncStream,
     Client,
+    DeadlineExceededError,
     GenerationResult,
     InvalidRequestError,
     RequestCancelledError,
@@ -29,7 +30,7 @@ from inflight_client.connection import Connection
 from inflight_client.endpoint import find_endpoints
 from inflight_client.endpoints import Endpoints, split_urls
 from inflight_client.request import GenerationRequest
-from inflight_client.servers import BlockingServers
+from inflight_client.servers import AsyncServers, BlockingServers
 from inflight_client.wire import Columns
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
@@ -102,7 +103,7 @@ class Cluster:
     def address(self, index: int) -> str:
         return f"server-{index}"
 
-    def is_ready(self, index: int, model: str) -> bool:
+    def responds(self, index: int, model: str) -> bool:
         return self.is_well
 
     def watch(self, stream: Stream) -> None:
@@ -110,7 +111,7 @@ class Cluster:
 
 
 class AsyncCluster(Cluster):
-    async def is_ready(self, index: int, model: str) -> bool:  # type: ignore[override]
+    async def responds(self, index: int, model: str) -> bool:  # type: ignore[override]
         return self.is_well
 
 
@@ -341,7 +342,7 @@ def test_a_stream_that_waits_in_vain_goes_on_elsewhere(received: int) -> None:
 def test_a_request_in_a_queue_waits_as_long_as_its_server_is_well() -> None:
     cluster = Cluster([[7, 8]], [(0, threading.Event)])
     asked = threading.Event()
-    cluster.is_ready = lambda index, model: asked.set() or True  # type: ignore[method-assign]
+    cluster.responds = lambda index, model: asked.set() or True  # type: ignore[method-assign]
     done = checked(cluster)
     stream = Stream(request(), FAST, cluster)
     threading.Thread(target=lambda: (asked.wait(20), stream.cancel()), daemon=True).start()
@@ -387,10 +388,54 @@ async def test_asyncio_a_request_in_a_queue_waits_as_long_as_its_server_is_well(
             stream.cancel()
         return True
 
-    cluster.is_ready = ready  # type: ignore[method-assign]
+    cluster.responds = ready  # type: ignore[method-assign]
     with pytest.raises(RequestCancelledError):
         await anext(stream)
     assert (cluster.opened, calls) == ([0], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "error", "responds"),
+    [
+        (True, None, True),
+        (True, InvalidRequestError("control='model': must be ..."), True),
+        (True, DeadlineExceededError("deadline exceeded"), False),
+        (True, ServerUnreachableError("lost the connection"), False),
+        (True, UnavailableError("Stub process 'm_0_0' is not healthy."), False),
+        (False, None, False),
+    ],
+)
+async def test_a_server_responds_if_its_model_answers_anything(
+    is_ready: bool, error: Exception | None, responds: bool
+) -> None:
+    """Triton reports a model as ready whose stub is stopped."""
+
+    class Transport:
+        def model_ready(self, model: str) -> bool:
+            return is_ready
+
+        def control(self, model: str, question: Any, timeout: float) -> str:
+            assert question.parameters == {"control": "model"}
+            if error is not None:
+                raise error
+            return "{}"
+
+        def close(self) -> None: ...
+
+    class AsyncTransport(Transport):
+        async def model_ready(self, model: str) -> bool:  # type: ignore[override]
+            return Transport.model_ready(self, model)
+
+        async def control(self, model: str, question: Any, timeout: float) -> str:  # type: ignore[override]
+            return Transport.control(self, model, question, timeout)
+
+    connections = [Connection.build("127.0.0.1:1", "grpc", {})]
+    blocking, asynchronous = BlockingServers(connections, None), AsyncServers(connections)
+    blocking._opened[0], asynchronous._opened[0] = Transport(), AsyncTransport()
+    assert blocking.responds(0, "m") is blocking.any_responds("m") is responds
+    assert await asynchronous.responds(0, "m") is await asynchronous.any_responds("m") is responds
+    blocking.close()
+    assert not blocking.responds(0, "m")
 
 
 # -- which server is next ------------------------------------------------------------------

@@ -33,6 +33,7 @@ def test_what_is_sent() -> None:
     assert json.loads(body.pop("messages")) == {"messages": CHAT, "add_generation_prompt": False}
     assert body == {"control": "tokenize", "add_special_tokens": True, "return_token_strs": True}
     assert json.loads(sent(tokenize_question(None, CHAT, {}, None, False))["messages"]) == CHAT
+    assert sent(tokenize_question("a", None, {}, None, False, -1))["truncate_prompt_tokens"] == "-1"
     assert http_control(tokenize_question("a", None, {}, False, False))["add_special_tokens"] is False
     assert sent(detokenize_question(np.array([1, 2]))) == {"control": "detokenize", "input_ids": [1, 2]}
     assert grpc_control("m", tokenize_question("é", None, {}, None, False)).raw_input_contents[0] == b"\2\0\0\0\xc3\xa9"

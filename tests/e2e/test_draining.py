@@ -58,7 +58,7 @@ def loaded(fake: TritonServer) -> Iterator[TritonServer]:
 def states(server: TritonServer) -> list[str]:
     """States of the living model instances."""
     assert server.process is not None
-    return [state for pid in children_of(server.process.pid) for _, _, state in states_of(pid)]
+    return [entry.state for pid in children_of(server.process.pid) for entry in states_of(pid)]
 
 
 class Reading:

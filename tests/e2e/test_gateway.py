@@ -105,6 +105,21 @@ async def test_usage_counts_what_is_left_of_a_prompt_that_is_cut(client: AsyncOp
         assert usage.prompt_tokens == 4 and usage.total_tokens == 5
 
 
+async def test_what_is_left_of_a_prompt_that_is_cut_is_returned(client: AsyncOpenAI, direct: Client) -> None:
+    cut: dict[str, Any] = {"truncate_prompt_tokens": 4, "return_token_ids": True}
+    whole = "one two three four five six seven"
+    options: dict[str, Any] = {"model": "demo", "max_tokens": 1, "temperature": 0}
+    made = (await client.completions.create(prompt=whole, echo=True, logprobs=1, extra_body=cut, **options)).choices[0]
+    ids = made.prompt_token_ids  # type: ignore[attr-defined]
+    assert len(ids) == 4 and made.logprobs is not None and len(made.logprobs.tokens or ()) == 5
+    again = await client.completions.create(prompt=ids, echo=True, **options)
+    assert again.choices[0].text.endswith(made.text) and whole.startswith("one") and not made.text.startswith("one")
+    chat: Any = {"model": "demo", "max_tokens": 1, "messages": [{"role": "user", "content": whole}]}
+    answer = await client.chat.completions.create(extra_body=cut, **chat)
+    rendered = direct.tokenize(messages=chat["messages"])["tokens"]
+    assert answer.prompt_token_ids == rendered[-4:]  # type: ignore[attr-defined]
+
+
 async def test_a_stop_string_ends_the_text(client: AsyncOpenAI, direct: Client) -> None:
     text = direct.generate(PROMPT, max_tokens=30, temperature=0).text
     stop = text[10:14]

@@ -19,25 +19,26 @@ from supervisor_rig import wait_for
 from wire import GrpcStream, Responses
 
 from inflight.frontend.lifecycle.instance_registry import states_of
+from inflight_client import Client
 from inflight_tools.ports import resolve_ports
 from inflight_tools.processes import STUB_NAME, children
 
-SERVE = "from inflight_tools.cli import app; app()"
-PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+SERVE = [sys.executable, "-c", "from inflight_tools.cli import app; app()", "serve", "--unrestricted"]
+SERVE += ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
 PROMPT = "the list of names"
 
 
 class Serving:
     """An `inflight serve` of two instances with one engine process (a fake one), and streams that its engine holds."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self._temporary = folder / "temporary"
         self._temporary.mkdir()
         repository = write_repository(folder)
         config = repository / "fake" / "config.pbtxt"
         config.write_text(config.read_text().replace("KIND_CPU", "KIND_CPU, count: 2"))
         self.process = subprocess.Popen(
-            [sys.executable, "-c", SERVE, "serve", "--model-repository", str(repository), "--unrestricted", *PORTS],
+            [*SERVE, f"--model-repository={repository}", *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -50,8 +51,9 @@ class Serving:
         self._all = psutil.Process(self.process.pid).children(recursive=True)
         self.server = next(process.pid for process in self._all if process.name() == "tritonserver")
         (self._engine,) = [process for process in self._all if "fake_engine" in " ".join(process.cmdline())]
-        self._stubs = children(self.server, STUB_NAME)
-        self.stream = GrpcStream(f"127.0.0.1:{self._ports[1]}", "fake")
+        self.stubs = children(self.server, STUB_NAME)
+        self.grpc = f"127.0.0.1:{self._ports[1]}"
+        self.stream = GrpcStream(self.grpc, "fake")
 
     def hold_streams(self) -> dict[str, Responses]:
         """Four streams, at least one with more to come; their engine process is stopped."""
@@ -67,7 +69,7 @@ class Serving:
 
     def wait_draining(self) -> None:
         """Until an instance drains; one without streams is "drained" at once, or is never told."""
-        wait_for(lambda: "draining" in [state for pid in self._stubs for _, _, state in states_of(pid)])
+        wait_for(lambda: "draining" in [entry.state for pid in self.stubs for entry in states_of(pid)])
 
     def release_streams(self) -> None:
         self._engine.resume()
@@ -157,6 +159,24 @@ def test_a_server_that_is_killed_leaves_nothing(serving: Serving) -> None:
     assert serving.process.returncode == 3
     assert errors.splitlines()[-1].startswith("inflight: tritonserver died (SIGKILL)")
     serving.assert_nothing_left()
+
+
+def test_stubs_that_are_stopped_end_the_server(triton_installed: None, tmp_path: Path) -> None:
+    """Triton goes on to report the model as ready; a client that asks the model itself notices."""
+    with (
+        contextlib.closing(Serving(tmp_path, "--stub-timeout=3")) as serving,
+        Client(serving.grpc, model="fake") as client,
+    ):
+        answers = serving.hold_streams()
+        assert client.responds()
+        for stub in serving.stubs:
+            os.kill(stub, signal.SIGSTOP)
+        assert not client.responds()
+        _, errors = serving.process.communicate(timeout=60)
+        assert serving.process.returncode == 3
+        assert errors.splitlines()[-1].startswith("inflight: the stub process of model 'fake' hangs (no sign of life")
+        wait_for(lambda: any(answer.error for answer in answers.values()))
+        serving.assert_nothing_left()
 
 
 def test_a_launcher_that_is_killed_leaves_nothing_once_streams_have_ended(serving: Serving) -> None:

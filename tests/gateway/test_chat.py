@@ -68,7 +68,7 @@ async def test_a_stream_has_openais_form(start):
 
 
 def test_every_key_of_openais_request_is_known() -> None:
-    known = {*ChatBody.__struct_fields__, *ChatBody.UNSUPPORTED, *ChatBody.IGNORED}
+    known = {*ChatBody.__struct_fields__, *ChatBody.UNSUPPORTED, *ChatBody.IGNORED, *ChatBody.TRANSLATED}
     asked = typing.get_type_hints(completion_create_params.CompletionCreateParamsStreaming)
     assert set(asked) <= known
 
@@ -77,7 +77,7 @@ async def test_what_is_wrong_is_named(start):
     front = await start(scripted("x", tool_format="hermes"))
     for change, message in [
         ({"messages": []}, "messages: a list of objects"),
-        ({"messages": [{"role": "pirate", "content": "x"}]}, r"messages\[0\].role: 'pirate' came; one of system"),
+        ({"messages": [{"role": "{x}", "content": "x"}]}, r"messages\[0\].role: '{x}' came; a role such as system"),
         ({"messages": [*HI, {"role": "user"}]}, r"messages\[1\].content: a string or a list"),
         (
             {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image_url"}]}]},
@@ -85,9 +85,11 @@ async def test_what_is_wrong_is_named(start):
         ),
         ({"messages": [{"role": "tool", "content": "5"}]}, r"messages\[0\].tool_call_id"),
         ({"audio": {"voice": "x"}}, "audio is not supported"),
-        ({"functions": [{"name": "f"}]}, "functions is not supported"),
+        ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions: give it or tools"),
+        ({"functions": {"name": "f"}}, "functions: a list of objects"),
+        ({"functions": [{"name": "f"}], "function_call": "always"}, "function_call: auto, none"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported"),
-        ({"best_of": 2}, "best_of is not supported"),
+        ({"best_of": 2}, "best_of: 2 came; only n, which is 1, is supported"),
         ({"top_logprobs": 2}, "logprobs must be true"),
         ({"tool_choice": "required"}, "tool_choice: there are no tools"),
         ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: type 'web_search' is not supported"),
@@ -103,7 +105,6 @@ async def test_what_is_wrong_is_named(start):
         ({"stream_options": {"include_usage": True}}, "stream_options are for requests with stream"),
         ({"add_generation_prompt": True, "continue_final_message": True}, "excludes add_generation_prompt"),
         ({"n": 0}, "n: 0 came"),
-        ({"temprature": 1}, "did you mean 'temperature'"),
     ]:
         response = await front.post("/v1/chat/completions", {"model": "demo", "messages": HI, **change})
         assert response.status_code == 400, response.text
@@ -181,6 +182,9 @@ def joined(chunks: Sequence[Any]) -> dict[str, Any]:
             ("Look.", "Hm.", [["weather", '{"city": "Oslo"}']], "tool_calls"),
         ),
         (CALL[: CALL.index('"}') + 1], "length", ("", "", [["weather", '{"city": "Oslo"']], "length")),
+        ("Look.\n<tool", "length", ("Look.", "", [], "length")),
+        (CALL + "\n<", "length", ("", "", [["weather", '{"city": "Oslo"}']], "length")),
+        ("a <", "stop", ("a <", "", [], "stop")),
         ("<think>endless", "length", ("", "endless", [], "length")),
         ("a <think> b </think>", "stop", ("a <think> b </think>", "", [], "stop")),
     ],
@@ -274,6 +278,18 @@ async def test_tools_need_a_format(start):
     assert (await front.post("/v1/chat/completions", {**body, "tool_choice": "none"})).status_code == 200
     chosen = await start(scripted(CALL), tool_call_parser="hermes")
     assert (await chosen.post("/v1/chat/completions", body)).json()["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_required_call_that_is_cut_before_its_name_is_no_content(start, stream):
+    answer = '{"name": "wea'
+    front = await start(ScriptedClient(lambda request: text(*answer, finish="length")))
+    front.client.info["tool_format"] = "llama3"
+    options: Any = {"model": "demo", "messages": HI, "tools": TOOLS, "stream": stream}
+    for choice, content in (("required", ""), ("auto", answer)):
+        made = await front.openai.chat.completions.create(**options, tool_choice=choice)
+        shown = joined([chunk async for chunk in made])["content"] if stream else made.choices[0].message.content or ""
+        assert shown == content
 
 
 class Person(BaseModel):

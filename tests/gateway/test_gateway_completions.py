@@ -152,6 +152,25 @@ async def test_token_ids_are_returned_if_asked_for(start, stream):
     assert [part.prompt_token_ids for part in parts] == [[97, 98], None][: len(parts)]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["Say hi", [83, 97, 121, 32, 104, 105]])
+async def test_what_is_left_of_a_truncated_prompt_is_returned(start, stream, prompt):
+    front = await start(lambda request: text("!"))
+    cut = {"return_token_ids": True, "truncate_prompt_tokens": 2}
+    parts = await parts_of(front, stream, prompt=prompt, echo=True, extra_body=cut)
+    assert parts[0].prompt_token_ids == [104, 105] and "".join(part.text for part in parts) == "hi!"
+    parts = await parts_of(front, stream, prompt=prompt, echo=True, extra_body={"truncate_prompt_tokens": 2})
+    assert "".join(part.text for part in parts) == "hi!"
+
+
+async def test_minus_one_truncates_a_prompt_to_what_fits(start):
+    front = await start(lambda request: text("!"))
+    front.client.info["max_model_len"] = 4
+    cut = {"return_token_ids": True, "truncate_prompt_tokens": -1}
+    parts = await parts_of(front, False, prompt=[1, 2, 3, 4, 5], extra_body=cut)
+    assert parts[0].prompt_token_ids == [3, 4, 5]
+
+
 async def test_a_text_that_is_held_back_sends_no_empty_event(start):
     front = await start(lambda request: text("a", "", "", "b"))
     stream = await front.openai.completions.create(model="demo", prompt="Hi", stream=True)
@@ -209,15 +228,13 @@ async def test_what_is_wrong_is_named(start):
         ({"prompt": "a", "n": 1_000_000_000}, "n"),
         ({"prompt": "a", "best_of": 3}, "best_of"),
         ({"prompt": "a", "suffix": "end"}, "suffix"),
-        ({"prompt": "a", "max_token": 3}, "max_token"),
-        ({"prompt": "a", "max_tokens": "3"}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": "three"}, "max_tokens"),
         ({"prompt": "a", "max_tokens": True}, "max_tokens"),
         ({"prompt": "a", "stop": [1]}, "stop"),
         ({"prompt": "a", "logprobs": -1}, "logprobs"),
         ({"prompt": "a", "request_id": "a b"}, "request_id"),
         ({"prompt": "a", "stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "a", "stream": True, "stream_options": {"usage": True}}, "stream_options"),
         ({"prompt": ["a"] * 129}, "prompt"),
     ]:
         response = await front.post("/v1/completions", {"model": "demo", **body})

@@ -17,7 +17,10 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_gateway.chat_plan import ChatBody
+from inflight_gateway.completions import CompletionBody
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.responses_input import ResponsesBody
 
 KEYS = ("first-key", "second-key")
 
@@ -182,7 +185,7 @@ async def test_bodies_have_limits(start):
             b"NaN",
         ],
     }
-    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60}, {"prompt": "a", "a": {}})]
+    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60})]
     bodies[400].append(b'{"prompt":' + b"[" * 400 + b"]" * 400 + b"}")
     for status, raws in bodies.items():
         for content in raws:
@@ -198,12 +201,74 @@ async def test_deeply_nested_bodies_do_not_exhaust_the_stack(start):
     assert response.status_code == 400
 
 
-async def test_unknown_keys_are_refused_with_the_nearest_one_or_ignored(start):
-    strict, lenient = await start(ok), await start(ok, lenient=True)
-    response = await strict.post("/v1/completions", {"prompt": "a", "temprature": 1})
-    assert "did you mean 'temperature'?" in response.text
-    assert (await lenient.post("/v1/completions", {"prompt": "a", "temprature": 1})).status_code == 200
-    assert (await lenient.post("/v1/completions", {"prompt": "a", "best_of": 2})).status_code == 400
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/detokenize", {"tokens": [97]}),
+    ],
+)
+async def test_unknown_keys_are_named_and_refused_only_if_strict(start, path, body):
+    front, strict = await start(ok, cors_origins=("https://page.example",)), await start(ok, strict=True)
+    unknown = {**body, "modell": "demo", "x\ny": 1, "ключ": None}
+    response = await front.post(path, unknown, headers={"Origin": "https://page.example"})
+    assert response.status_code == 200, response.text
+    warning = response.headers["x-inflight-warning"]
+    assert "unknown parameter 'modell' was ignored (did you mean 'model'?); " in warning
+    assert warning.endswith("unknown parameter 'x\\ny' was ignored"), "a null is a default, whatever its key"
+    assert "x-inflight-warning" in response.headers["access-control-expose-headers"]
+    shown = (await front.http.get("/metrics")).text
+    assert f'inflight_gateway_warnings_total{{endpoint="{path}",reason="unknown_key"}} 2.0' in shown
+    refused = await strict.post(path, unknown)
+    assert refused.status_code == 400 and "unknown parameter 'modell'; did you mean 'model'?" in refused.text
+    assert (await strict.post(path, {**body, "ключ": None})).status_code == 200
+
+
+async def test_unknown_stream_options_are_unknown_keys(start):
+    front, strict = await start(ok), await start(ok, strict=True)
+    body = {"prompt": "a", "stream": True, "stream_options": {"include_usage": None, "colour": 1}}
+    response = await front.post("/v1/completions", body)
+    assert response.headers["x-inflight-warning"] == "unknown parameter 'stream_options.colour' was ignored"
+    assert (await strict.post("/v1/completions", body)).status_code == 400
+
+
+async def test_many_unknown_keys_do_not_make_a_large_header(start):
+    front = await start(ok)
+    response = await front.post("/v1/completions", {"prompt": "a", **{f"{i}{'x' * 500}": 1 for i in range(50)}})
+    assert response.status_code == 200 and len(response.headers["x-inflight-warning"]) < 3000
+    assert response.headers["x-inflight-warning"].endswith("; and 42 more")
+
+
+async def test_null_is_the_default_of_every_key(start):
+    front = await start(ok, strict=True)
+    for path, kind, body in [
+        ("/v1/completions", CompletionBody, {"prompt": "a"}),
+        ("/v1/chat/completions", ChatBody, {"messages": [{"role": "user", "content": "a"}]}),
+        ("/v1/responses", ResponsesBody, {"input": "a"}),
+    ]:
+        keys = {*kind.__struct_fields__, *kind.UNSUPPORTED, *kind.IGNORED} - body.keys()
+        response = await front.post(path, {**dict.fromkeys(keys), **body})
+        assert response.status_code == 200, response.text
+        assert (await front.post(path, dict.fromkeys(body))).json()["error"]["code"] == "missing_required_parameter"
+
+
+async def test_numbers_can_be_strings(start):
+    front = await start(ok)
+    loose = {"max_tokens": "10", "temperature": "0.7", "n": 1.0, "seed": "5", "ignore_eos": "true", "stream": 0}
+    response = await front.post("/v1/completions", {"prompt": "a", **loose, "logit_bias": {"5": "-1"}})
+    assert response.status_code == 200 and front.client.requests[0].sampling == {
+        "max_tokens": 10,
+        "temperature": 0.7,
+        "n": 1,
+        "seed": 5,
+        "ignore_eos": True,
+        "logit_bias": {"5": -1.0},
+    }
+    for wrong in ({"max_tokens": "many"}, {"max_tokens": 1.5}, {"temperature": ""}, {"stream": "yes"}, {"n": True}):
+        assert (await front.post("/v1/completions", {"prompt": "a", **wrong})).status_code == 400, wrong
 
 
 async def test_tokens_have_vllms_form(start):
@@ -230,6 +295,8 @@ async def test_readiness_follows_the_models(start):
     assert (await front.http.get("/ready")).status_code == 200
     client.is_ready = False
     assert (await front.http.get("/ready")).json()["error"]["code"] == "not_ready"
+    client.is_ready, client.is_silent = True, True
+    assert (await front.http.get("/ready")).json()["error"]["code"] == "not_ready", "Triton does not notice"
     assert (await front.http.get("/health")).status_code == 200
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight_gateway.app import _ENDPOINTS
-from inflight_gateway.bodies import SamplingBody
+from inflight_gateway.bodies import Body, SamplingBody
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.metrics import Metrics
@@ -40,7 +40,7 @@ def test_every_endpoint_is_listed() -> None:
 
 @pytest.mark.parametrize(("kind", "column"), [(CompletionBody, 1), (ChatBody, 2)])
 def test_every_key_is_listed(kind: type[CompletionBody] | type[ChatBody], column: int) -> None:
-    said = {row[0].strip("`"): row[column] for row in rows("Keys of requests")}
+    said = {name: row[column] for row in rows("Keys of requests") for name in quoted(row[0])}
     assert {name for name, answer in said.items() if answer == "yes"} == set(kind.__struct_fields__)
     text = section("Keys of requests").partition("Known, but **refused**")[2]
     refused, _, ignored = text.partition("**Ignored**")
@@ -50,11 +50,23 @@ def test_every_key_is_listed(kind: type[CompletionBody] | type[ChatBody], column
 
 
 def test_every_key_of_a_response_is_listed() -> None:
-    own, refused, ignored, _ = section("Responses").split("\n- ", 1)[1].split("\n- ")
+    own, refused, ignored, *_ = section("Responses").split("\n- ", 1)[1].split("\n- ")
     shared = set(SamplingBody.__struct_fields__)
     assert quoted(own) >= set(ResponsesBody.__struct_fields__) - shared
     assert quoted(refused) == set(ResponsesBody.UNSUPPORTED)
     assert quoted(ignored) == set(ResponsesBody.IGNORED)
+
+
+def test_every_key_of_other_servers_is_listed() -> None:
+    kinds: dict[str, tuple[type[Body], ...]] = {
+        "all": (CompletionBody, ChatBody, ResponsesBody),
+        "chats": (ChatBody,),
+        "responses": (ResponsesBody,),
+    }
+    listed = {
+        (kind, name) for row in rows("Keys of other servers") for kind in kinds[row[1]] for name in quoted(row[0])
+    }
+    assert listed == {(kind, name) for kind in kinds["all"] for name in kind.TRANSLATED}
 
 
 def test_nothing_is_called_refused_that_is_not() -> None:

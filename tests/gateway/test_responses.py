@@ -146,20 +146,20 @@ async def test_an_error_in_the_middle(start):
 
 
 def test_every_key_of_openais_request_is_known() -> None:
-    known = {*ResponsesBody.__struct_fields__, *ResponsesBody.UNSUPPORTED, *ResponsesBody.IGNORED}
+    kind = ResponsesBody
+    known = {*kind.__struct_fields__, *kind.UNSUPPORTED, *kind.IGNORED, *kind.TRANSLATED}
     assert set(typing.get_type_hints(response_create_params.ResponseCreateParamsStreaming)) <= known
 
 
 async def test_what_is_wrong_is_named(start):
     front = await start(scripted("x"))
     for change, message in [
-        ({"store": True}, "store is not supported"),
         ({"prompt_logprobs": 2}, "prompt_logprobs: a response has no place for them"),
         ({"return_token_ids": True}, "return_token_ids: a response has no place for them"),
         ({"previous_response_id": "resp_1"}, "previous_response_id is not supported"),
         ({"conversation": "c"}, "conversation is not supported"),
         ({"background": True}, "background is not supported"),
-        ({"truncation": "auto"}, "truncation is not supported"),
+        ({"truncation": "some"}, "truncation: 'auto' or 'disabled'"),
         ({"n": 2}, "n: 2 came; a response has one answer"),
         ({"max_tokens": 2}, "max_output_tokens"),
         ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
@@ -170,7 +170,8 @@ async def test_what_is_wrong_is_named(start):
             r"input\[0\].content\[0\]: parts of type 'input_image' are not supported",
         ),
         ({"input": [{"type": "function_call_output", "output": "x"}]}, r"input\[0\].call_id"),
-        ({"tools": [{"type": "web_search"}]}, r"tools\[0\]: type 'web_search' is not supported"),
+        ({"tools": [{"type": "oracle"}]}, r"tools\[0\]: type 'oracle' is not supported"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "no tool has the name 'x'"),
     ]:
         response = await front.post("/v1/responses", {"model": "demo", "input": "Hi", **change})

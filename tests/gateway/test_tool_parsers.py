@@ -32,11 +32,11 @@ TOOLS: dict[str, Any] = {
 Joined = tuple[str, list[tuple[str, str]]]
 
 
-def parsed(format: str, pieces: Iterable[str]) -> Joined:
+def parsed(format: str, pieces: Iterable[str], cut: bool = False) -> Joined:
     """Joins the events and checks their order."""
     parser = new_parser(format, TOOLS)
     content, calls, ids, open_call = "", [], set(), False
-    for event in itertools.chain(*(parser.feed(piece) for piece in pieces), parser.finish()):
+    for event in itertools.chain(*(parser.feed(piece) for piece in pieces), parser.finish(cut)):
         if isinstance(event, Content):
             assert not open_call and event.text
             content += event.text
@@ -320,3 +320,33 @@ def test_ids() -> None:
 
     assert re.fullmatch("call_[0-9a-f]{24}", id_of("hermes", hermes("now", "{}")))
     assert re.fullmatch("[0-9a-zA-Z]{9}", id_of("mistral", "[TOOL_CALLS]now{}")), "what Mistral's templates accept"
+
+
+_ARGUMENTS = '{"city": "Oslo"}'
+_CALLS = {
+    "hermes": hermes("weather", _ARGUMENTS) + "\n" + hermes("now", "{}"),
+    "llama3": f'<|python_tag|>{{"name": "weather", "parameters": {_ARGUMENTS}}}; {{"name": "now", "parameters": {{}}}}',
+    "mistral": f'[TOOL_CALLS] [{{"name": "weather", "arguments": {_ARGUMENTS}}}, {{"name": "now", "arguments": {{}}}}]',
+    "mistral_args": f"[TOOL_CALLS]weather[ARGS]{_ARGUMENTS}[TOOL_CALLS]now[ARGS]{{}}",
+    "pythonic": '<|python_start|>[weather(city="Oslo"), now()]<|python_end|>',
+    "qwen3_coder": coder("weather", city="Oslo") + "\n" + coder("now"),
+}
+
+
+@pytest.mark.parametrize("format", sorted(_CALLS))
+def test_calls_that_are_cut_anywhere_leave_no_content(format: str) -> None:
+    whole = _CALLS[format]
+    assert parsed(format, [whole])[0] == "" and len(parsed(format, [whole])[1]) == 2
+    before = "" if format == "pythonic" else "Let me look."  # its calls are whole answers
+    for end in range(1, len(whole)):
+        for pieces in ([before + whole[:end]], [before, *whole[:end]]):
+            content, calls = parsed(format, pieces, cut=True)
+            assert content == before, (whole[:end], content)
+            assert [name for name, _ in calls] == ["weather", "now"][: len(calls)]
+
+
+def test_text_that_is_cut_stays_content() -> None:
+    for format in sorted(FORMATS):
+        for whole in ("It is sunny.\n", '{"answer": "a long one', "[1, 2", "(a] b; c, ", "  "):
+            assert parsed(format, list(whole), cut=True) == (whole, []), format
+    assert parsed("hermes", ["a <"]) == ("a <", []), "the answer has ended by itself"

@@ -140,7 +140,7 @@ def test_a_captured_step_serves_other_batches(num_sms: int | None) -> None:
     """Captured with `prepare`, all rows used; replayed with one long context, shorter ones and empty rows."""
     layer, rows = spec(8, 2, 128), 6
     full = PagedCase(layer, [3000] * rows, [1] * rows, 16, torch.bfloat16, device="cuda")
-    backend = GpuAttention(num_sms and Card((9, 0), num_sms, 227 * 1024))
+    backend = GpuAttention(None if num_sms is None else Card((9, 0), num_sms, 227 * 1024))
     cache = full.filled_cache(backend)
     metadata, query = full.metadata(full.query_lens), full.query.clone()
     metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.max_seq_len = [], [], -1
@@ -174,10 +174,12 @@ def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
     from offline import make_core, run, tokens
 
     from inflight.engine.sampling_params import SamplingParams
+    from inflight.runner.device_runner import DeviceRunner
 
     path = make_checkpoint("gemma2", tmp_path)
     prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in (1, 37, 20, 90)]
     core = make_core(path, device="cuda", max_num_batched_tokens=40, max_num_seqs=3)
+    assert isinstance(core.runner, DeviceRunner)
     assert core.runner.info.attention_backend == "gpu"
     params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * len(prompts)
     deltas = run(core, prompts, params, stagger=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,8 @@ from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.registry import select_ops
 from inflight.loading.check import load_check as checks
-from inflight.loading.check.load_check import Reference, reference
+from inflight.loading.check.cases import cases
+from inflight.loading.check.load_check import reference
 from inflight.loading.loader import LoadedModel, load
 from inflight.loading.quantization.fp8_linear import Fp8Linear, product
 from inflight.ops.base import QuantizedRows
@@ -86,8 +88,8 @@ def loaded(path: str, device: str, **options: Any) -> LoadedModel:
 
 def logits_differ(on_card: LoadedModel, twin: LoadedModel) -> float:
     """Relative error of the card's logits of a ragged batch, on the pool that the check at load used."""
-    expected = reference(twin.model, VOCAB, (7, 12), CPU)
-    expected = Reference(expected.sequences, [logits.to(CUDA) for logits in expected.logits])
+    expected = reference(twin.model, cases(VOCAB, 64, [], None, 0), CPU)
+    expected = replace(expected, logits=[logits.to(CUDA) for logits in expected.logits])
     return checks.relative_error(on_card.model, on_card.backend, expected, on_card.config.block_size, CUDA)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
 from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.capture import CudaCapturer
+from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.graphs import decode_sizes
 from inflight.runner.step_inputs import StepSize
 
@@ -41,6 +44,11 @@ def core_of(path: str, **options: Any) -> EngineCore:
     return make_core(path, **{**values, "kv_cache_memory": None, **options})
 
 
+def runner_of(core: EngineCore) -> DeviceRunner:
+    assert isinstance(core.runner, DeviceRunner)
+    return core.runner
+
+
 def prompts_of(count: int) -> list[list[int]]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(0, VOCAB, (3 + 5 * index,), generator=generator).tolist() for index in range(count)]
@@ -60,9 +68,9 @@ def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: 
     path = make_checkpoint(model_type, tmp_path)
     core = core_of(path)
     if model_type != "gpt_oss":
-        buckets = [core.runner.graphs.bucket(StepSize(rows, rows, rows, 1)) for rows in (1, 3, 5, 9, 17, 24)]
+        buckets = [runner_of(core).graphs.bucket(StepSize(rows, rows, rows, 1)) for rows in (1, 3, 5, 9, 17, 24)]
         assert [bucket and bucket.rows for bucket in buckets] == [1, 4, 8, 16, 24, 24]
-        assert core.info.graph_bytes > 0
+        assert runner_of(core).info.graph_bytes > 0
         assert not [text for text in warnings_of(caplog) if "CUDA graphs" in text]
     params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 20
     found = output(core, params)
@@ -75,7 +83,7 @@ def test_every_kind_of_request_is_as_without_graphs(checkpoint: str) -> None:
         for index in range(24)
     ]
     eager = core_of(checkpoint, enforce_eager=True)
-    assert not eager.runner.graphs
+    assert not runner_of(eager).graphs
     assert output(core_of(checkpoint), params) == output(eager, params)
 
 
@@ -88,7 +96,7 @@ def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: 
     drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}}
     core = core_of(checkpoint, **drafting)
     size = StepSize(2, 9, 9, 7, 7)
-    assert core.runner.graphs.bucket(size) == StepSize(16, 16, 16, 7, 16)
+    assert runner_of(core).graphs.bucket(size) == StepSize(16, 16, 16, 7, 16)
     found = output(core, params)
     assert core.scheduler.policies.draft_counts.totals()[2] > 0, "no draft was accepted"
     assert found == output(core_of(checkpoint, enforce_eager=True, **drafting), params)
@@ -99,8 +107,10 @@ def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
     core = core_of(checkpoint)
     params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)] * 5
     output(core, params)
-    caches = [layer.self_attn.inflight.cache for layer in core.runner.model.model.layers]
-    state = core.runner.device_state
+    runner = runner_of(core)
+    model: Any = runner.model
+    caches = [layer.self_attn.inflight.cache for layer in model.model.layers]
+    state = runner.device_state
     kept = [
         *(pool for cache in caches for pool in (cache.key, cache.value)),
         state.token_ids[:-1],
@@ -108,7 +118,7 @@ def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
     ]
     before = [tensor.clone() for tensor in kept]
     for size in decode_sizes(24):
-        assert core.runner.graphs.replay(core.runner._padding(size).key) is not None
+        assert runner.graphs.replay(runner._padding(size).key) is not None
     torch.cuda.synchronize()
     assert all(torch.equal(*(tensor.view(torch.uint8) for tensor in pair)) for pair in zip(kept, before))
 
@@ -128,16 +138,47 @@ def test_a_model_that_looks_at_its_tensors_runs_eagerly(
         assert "a step cannot be captured" in warning
         expected = output(core, params)
     again = core_of(checkpoint)
-    assert again.runner.graphs.bucket(3) == 4
+    assert runner_of(again).graphs.bucket(StepSize(3, 3, 3, 1)) == StepSize(4, 4, 4, 1)
     assert output(again, params) == expected
+
+
+def test_a_capture_that_fails_leaves_no_memory_and_no_capture_under_way(checkpoint: str) -> None:
+    """In each part of it; then the allocator returns memory, and the next capture works."""
+    capturer = CudaCapturer(torch.device("cuda"))
+    value = torch.zeros(2**20, device="cuda")
+
+    def reads() -> tuple[torch.Tensor, ...]:
+        grown = value.repeat(64)  # 256 MiB of the pool
+        return (grown + grown[0].item(),)
+
+    def raises() -> tuple[torch.Tensor, ...]:
+        value.repeat(64)
+        raise torch.OutOfMemoryError("none left")
+
+    torch.cuda.empty_cache()
+    reserved = torch.cuda.memory_reserved()
+    for launch in (reads, raises):
+        with pytest.raises(RuntimeError):
+            capturer.capture(launch, None)
+        gc.collect()
+        torch.cuda.empty_cache()
+        assert torch.cuda.memory_reserved() == reserved
+    with pytest.raises(RuntimeError, match="synchronizing"):
+        capturer.warm_up(reads)
+    assert torch.cuda.get_sync_debug_mode() == 0
+    graph = capturer.capture(lambda: (value + 1,), None)
+    value.fill_(3.0)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert graph.outputs[0][0].item() == 4.0
 
 
 def test_an_output_of_a_graph_is_what_the_replay_writes(checkpoint: str) -> None:
     """Its tensor does not own the memory, which graphs share."""
     core = core_of(checkpoint)
-    runner = core.runner
+    runner = runner_of(core)
     output(core, [SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)] * 3)
-    key = runner._padding(4).key
+    key = runner._padding(StepSize(4, 4, 4, 1)).key
     logits, token_ids = runner.graphs._graphs[key].outputs
     logits.fill_(-7.0)
     assert runner.graphs.replay(key) is not None

@@ -48,7 +48,9 @@ def test_elementwise_kernels_are_bitwise_equal_to_the_reference(dtype: torch.dty
 
 @pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_norms_rotary_and_write_in_one_are_bitwise_the_separate_kernels(dtype, kv_dtype) -> None:
+def test_norms_rotary_and_write_in_one_are_bitwise_the_separate_kernels(
+    dtype: torch.dtype, kv_dtype: torch.dtype | None
+) -> None:
     """Also where rows are padding, and on a pool whose other slots stay as they were."""
     torch.manual_seed(3)
     count, slots = 77, torch.randperm(128, device=CUDA)[:77]
@@ -61,8 +63,10 @@ def test_norms_rotary_and_write_in_one_are_bitwise_the_separate_kernels(dtype, k
         pool.value.view(torch.uint8).fill_(0x5B)
     metadata = replace(gpu_kv_cache.one_request(count, 16, CUDA), slot_mapping=slots)
     qkv = torch.randn(count, 48 * 128, device=CUDA).to(dtype)
-    norms = HeadNorms(*torch.randn(2, 128, device=CUDA).to(dtype), 1e-6)
-    angles = Angles(*torch.randn(2, 500, 64, device=CUDA).to(dtype), 128, torch.randint(500, (count,), device=CUDA))
+    query_weight, key_weight = torch.randn(2, 128, device=CUDA).to(dtype)
+    norms = HeadNorms(query_weight, key_weight, 1e-6)
+    cos, sin = torch.randn(2, 500, 64, device=CUDA).to(dtype)
+    angles = Angles(cos, sin, 128, torch.randint(500, (count,), device=CUDA))
     ours, parts = (LayerAttention(spec, backend, pool) for pool in pools)
     batch = backend.prepare(metadata)
     expected = rotate_and_write_in_parts(gpu_ops.KERNELS, qkv.clone(), parts, batch, norms, angles)

@@ -102,6 +102,7 @@ def test_a_row_alone_and_in_a_batch() -> None:
 
 def test_captured_in_a_graph() -> None:
     logits, selected = torch.randn(16, 50257, device=CUDA), metadata(CUDA, 16, 50257)
+    assert selected.columns is not None
     expected = gpu_sampler.choose(logits, selected.columns)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -116,5 +117,6 @@ def test_captured_in_a_graph() -> None:
 @pytest.mark.parametrize("value", [-float("inf"), float("nan"), float("inf"), -3e38, 3e38])
 def test_logits_that_are_not_finite_give_no_token_and_extreme_ones_do(value: float) -> None:
     logits = torch.full((len(gpu_ops.KINDS["mixed"]), 5000), value, device=CUDA)
-    got = gpu_sampler.choose(logits, gpu_ops.describe("mixed", len(logits), 5000, CUDA, 0).columns)
+    selected = gpu_ops.sampling_metadata("mixed", len(logits), 5000, CUDA, 0)
+    got = gpu_sampler.choose(logits, selected.columns)
     assert bool(((got >= 0) & (got < 5000)).all() if abs(value) < 1e39 else (got == -1).all())

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import torch
 from paged_case import PagedCase
@@ -19,7 +20,7 @@ from inflight.kernels.gpu.gpu_attention_configs import Tile
 FP8 = torch.float8_e4m3fn
 
 
-def spec(heads: int, kv_heads: int, size: int, **features: object) -> LayerSpec:
+def spec(heads: int, kv_heads: int, size: int, **features: Any) -> LayerSpec:
     return LayerSpec(heads, kv_heads, size, size, size**-0.5, **features)
 
 
@@ -47,7 +48,7 @@ CASES: dict[str, tuple[LayerSpec, list[int], list[int], int]] = {
 }
 
 
-def case_of(name: str, dtype: torch.dtype, **changes: object) -> PagedCase:
+def case_of(name: str, dtype: torch.dtype, **changes: Any) -> PagedCase:
     layer, seq_lens, query_lens, block_size = CASES[name]
     return PagedCase(layer, seq_lens, query_lens, block_size, dtype, **changes)
 
@@ -56,6 +57,7 @@ def stored(case: PagedCase, cache: KVCache) -> PagedCase:
     """The case with the keys and values that the GPU kernel's fp8 pool contains, in the model's dtype."""
     exact = replace(case, spec=replace(case.spec, kv_cache_dtype=None))
     for kept, pool, scale in ((exact.keys, cache.key, cache.key_scale), (exact.values, cache.value, cache.value_scale)):
+        assert scale is not None
         actual = pool.float() * scale[:, None, None]
         for row, length in enumerate(case.seq_lens):
             blocks = case.block_table()[row, : -(-length // case.block_size)].to(pool.device)

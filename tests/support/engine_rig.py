@@ -217,7 +217,7 @@ def run_until_idle(core: EngineCore, outputs: dict[tuple[int, int], list[int]], 
 def collect(core: EngineCore, outputs: dict[tuple[int, int], list[int]], reasons: dict) -> None:
     message = core.step()
     check_core(core)
-    assert message.stats.scheduled_tokens <= core.config.max_num_batched_tokens
+    assert message.stats.scheduled_tokens <= core.config.step_tokens
     for delta in message.deltas:
         key = (delta.request_id, delta.index)
         assert key not in reasons, "a sequence continued after its end"

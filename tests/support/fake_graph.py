@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from inflight.runner.graphs import Launch
+from inflight.runner.capture import Launch
 
 aten = torch.ops.aten
 _HOST_READS = {aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default, aten.item.default}
@@ -56,10 +56,15 @@ class _Address:
 
 
 class _Recorder(TorchDispatchMode):
-    """Runs operations and kernels, and keeps them."""
+    """Runs operations and kernels, and keeps them.
 
-    def __init__(self) -> None:
+    Args:
+        refusal: message of the error that an operation which reads a tensor on the host gets.
+    """
+
+    def __init__(self, refusal: str = "operation not permitted when stream is capturing") -> None:
         super().__init__()
+        self.refusal = refusal
         self.calls: list[tuple[Callable[..., Any], Any, Any, list[tuple[int, Tensor]]]] = []
         self._own: set[int] = set()
         self._in_kernel = False
@@ -68,10 +73,10 @@ class _Recorder(TorchDispatchMode):
         if self._in_kernel:
             return func(*args, **(kwargs or {}))
         if func in _HOST_READS:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+            raise RuntimeError(f"{self.refusal}: {func}")
         indices = args[1] if func in (aten.index.Tensor, aten.index_put_.default) else ()
         if func in _SIZED_BY_CONTENTS or any(index is not None and index.dtype == torch.bool for index in indices):
-            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+            raise RuntimeError(f"{self.refusal}: {func}")
         return self._record(func, args, kwargs or {})
 
     def launch(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -141,6 +146,9 @@ class FakeCapturer:
     def warm_up(self, launch: Launch) -> None:
         self.warm_ups += 1
         launch()
+        watch = _Recorder("called a synchronizing CUDA operation")
+        with watch, _active(watch):
+            launch()
 
     def capture(self, launch: Launch, beside: Any) -> FakeGraph:
         recorder = _Recorder()
@@ -173,7 +181,7 @@ def _active(recorder: _Recorder) -> Iterator[None]:
 def _outside_of_operations(recorder: _Recorder, read: Callable[..., Any]) -> Callable[..., Any]:
     def checked(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         if not recorder._in_kernel:
-            raise RuntimeError(f"operation not permitted when stream is capturing: {read.__name__}")
+            raise RuntimeError(f"{recorder.refusal}: {read.__name__}")
         return read(tensor, *args, **kwargs)
 
     return checked

@@ -7,17 +7,21 @@ carry when a value rounds up to a power of two.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 
-__all__ = ["gpu_rounding"]
+__all__ = ["gpu_rounding", "rounded_as_on_a_gpu"]
 
 
-@pytest.fixture
-def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextlib.contextmanager
+def rounded_as_on_a_gpu() -> Iterator[None]:
+    """Within the block."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -38,5 +42,12 @@ def gpu_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
         numbers = [torch.from_numpy(np.array(operand.data)).view(torch.bfloat16) for operand in (lhs, rhs)]
         return interpreter.TensorHandle((numbers[0] * numbers[1]).view(torch.uint16).numpy(), lhs.dtype.scalar)
 
-    monkeypatch.setattr(interpreter, "_convert_float", convert)
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_fmul", multiply)
+    products = patch.object(interpreter.InterpreterBuilder, "create_fmul", multiply)
+    with patch.object(interpreter, "_convert_float", convert), products:
+        yield
+
+
+@pytest.fixture
+def gpu_rounding() -> Iterator[None]:
+    with rounded_as_on_a_gpu():
+        yield

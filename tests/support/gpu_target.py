@@ -10,6 +10,7 @@ import contextlib
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ class Compiled:
     shared: int
     ptx: str
     cubin: bytes
+    launch_pdl: bool
 
     def resources(self) -> tuple[int, int]:
         """Registers per thread, and bytes of its stack, which contains spilled registers."""
@@ -106,7 +108,7 @@ class _Driver:
 
 
 @contextlib.contextmanager
-def target(arch: int):
+def target(arch: int) -> Iterator[list[Compiled]]:
     """Within the block, launches compile for `arch` and do nothing else; yields the list of compiled kernels."""
     compiled: list[Compiled] = []
     driver = _Driver(arch, compiled)
@@ -124,6 +126,7 @@ def target(arch: int):
                 kernel.metadata.shared,
                 kernel.asm["ptx"],
                 kernel.asm["cubin"],
+                kernel.metadata.launch_pdl,
             )
         )
 

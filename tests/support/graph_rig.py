@@ -117,7 +117,7 @@ class ChosenBy(ReferenceSampling):
 
 def fused_by(ops: FusedOps) -> Callable[..., Any]:
     """A replacement for `accelerate`: the model as on a GPU, by `ops`."""
-    return lambda model, device, passes, length, scheme: use_ops(model, ops, passes, length)
+    return lambda model, device, passes, length, scheme, kernels: use_ops(model, ops, passes, length)
 
 
 def pretend_a_card(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,12 +27,13 @@ _TOOL = {"type": "function", "function": {"name": "f", "parameters": _SCHEMA, "s
 _PARTS = [{"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x"}}, {"type": 3}, "b"]
 _MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "developer", "tool", "ghost", None])},
+        {"role": st.sampled_from(["user", "assistant", "developer", "tool", "function", "ghost", None])},
         optional={
             "content": st.text(max_size=5) | st.none() | st.lists(st.sampled_from(_PARTS), max_size=2) | _JUNK,
             "tool_calls": st.just([{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{"}}])
             | _JUNK,
             "tool_call_id": st.just("1") | _JUNK,
+            "function_call": st.just({"name": "f", "arguments": "{}"}) | _JUNK,
         },
     )
     | _JUNK,
@@ -90,6 +91,17 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "request_id": st.text(max_size=5),
     "return_token_ids": st.booleans(),
     "user": st.text(max_size=5),
+    "functions": st.just([{"name": "f", "parameters": _SCHEMA}]) | st.lists(_JUNK, max_size=2),
+    "function_call": st.sampled_from(["auto", "none", {"name": "f"}, {"name": "g"}]),
+    "think": st.booleans() | st.sampled_from(["low", "x"]),
+    "thinking": st.sampled_from([{"type": "enabled", "budget_tokens": 5}, {"type": "disabled"}, {"type": []}]),
+    "guided_json": st.just(_SCHEMA),
+    "guided_choice": st.lists(st.text(max_size=3), max_size=2),
+    "best_of": st.integers(1, 2),
+    "num_ctx": st.integers(0, 9),
+    "store": st.booleans(),
+    "return_tokens_as_token_ids": st.booleans(),
+    "truncation": st.sampled_from(["auto", "disabled"]),
     "model": st.sampled_from(["demo", "gpt-4", "", "../demo"]),
 }
 

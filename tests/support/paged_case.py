@@ -110,9 +110,9 @@ class PagedCase:
             if sum(ends) == sum(begins):
                 continue
             query_lens = [end - begin for begin, end in zip(begins, ends)]
-            rows = [slice(begin, end) for begin, end in zip(begins, ends)]
-            key = [key[part] for key, part in zip(self.keys, rows)]
-            value = [value[part] for value, part in zip(self.values, rows)]
+            parts = [slice(begin, end) for begin, end in zip(begins, ends)]
+            key = [key[part] for key, part in zip(self.keys, parts)]
+            value = [value[part] for value, part in zip(self.values, parts)]
             one = len(key) == 1  # keep its strides
             batch = backend.prepare(self.metadata(query_lens, ends))
             backend.write(key[0] if one else torch.cat(key), value[0] if one else torch.cat(value), cache, batch)

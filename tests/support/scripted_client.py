@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
-from inflight_client import ChoiceDelta, InvalidRequestError, RequestCancelledError, StreamChunk
+from inflight_client import ChoiceDelta, DeadlineExceededError, InvalidRequestError, RequestCancelledError, StreamChunk
 from inflight_client.request import GenerationRequest
 from inflight_client.results import GenerationResult, ResultBuilder
 
@@ -103,6 +103,7 @@ class ScriptedClient:
         self.streams: list[ScriptedStream] = []
         self.questions: list[dict[str, Any]] = []
         self.is_ready = True
+        self.is_silent = False  # as a model whose stub process is stopped
 
     @property
     def requests(self) -> list[GenerationRequest]:
@@ -122,14 +123,18 @@ class ScriptedClient:
         inputs = [{"name": name} for name in self.inputs[model]]
         return {"name": model, "inputs": inputs, "outputs": [{"name": "text_output"}]}
 
-    async def model_info(self, model: str) -> dict[str, Any]:
+    async def model_info(self, model: str, timeout: float = 60.0) -> dict[str, Any]:
+        if self.is_silent:
+            raise DeadlineExceededError(f"no answer within {timeout} s")
         return self.info
 
     async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:
         """A token for each character of a prompt, its code; none for messages, whose options come back instead."""
         self.questions.append(options)
-        tokens = list(map(ord, prompt or ""))
-        return {"count": len(tokens), "max_model_len": 2048, "tokens": tokens}
+        limit = options.get("truncate_prompt_tokens")
+        kept = (prompt or "")[-limit:] if limit else prompt or ""
+        found = {"count": len(kept), "max_model_len": 2048, "tokens": list(map(ord, kept))}
+        return found | ({} if limit is None else {"prompt": kept})
 
     async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
         if any(token_id > 0x10FFFF for token_id in token_ids):
@@ -138,6 +143,9 @@ class ScriptedClient:
 
     async def ready(self, model: str) -> bool:
         return self.is_ready
+
+    async def responds(self, model: str) -> bool:
+        return self.is_ready and not self.is_silent
 
     async def close(self) -> None:
         for stream in self.streams:

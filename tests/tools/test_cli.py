@@ -43,8 +43,8 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, gateway: Any) -> None:
-        server.options.update(timeout=timeout, gateway=gateway)
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None) -> None:
+        server.options.update(timeout=timeout, gateway=gateway, stub_timeout=stub_timeout)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
     return RecordingServer.made
@@ -332,8 +332,10 @@ def test_serve_starts_a_gateway_beside_the_server(tmp_path: Path, servers: list[
     keys.write_text("# ours\nfile-key\n\n")
     arguments = ["serve", "--model-repository", str(tmp_path), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
-    assert CliRunner().invoke(cli.app, [*arguments, *keyed]).exit_code == 0
+    asked = ["--strict", "--allowed-origin", "https://page.example"]
+    assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0
     beside = servers[0].options["gateway"]
+    assert beside._options.strict and beside._options.cors_origins == ("https://page.example",)
     assert beside._options.api_keys == ("one-key", "file-key") and beside._options.tool_call_parser == "hermes"
     assert beside._options.headers == {"triton-grpc-protocol-inflight-admin-key": "a-key-of-16-chars"}
     assert beside._server.workers == 2 and beside._server.port > 0 and str(beside._server.port) in beside.url
@@ -345,11 +347,11 @@ def test_serve_starts_a_gateway_beside_the_server(tmp_path: Path, servers: list[
 def test_the_gateway_command_checks_its_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     started = []
     monkeypatch.setattr("inflight_gateway.server.run", lambda *options: started.append(options))
-    arguments = ["gateway", "--triton", "a:1", "--triton", "b:2", "--port", "9001", "--workers", "3", "--lenient"]
+    arguments = ["gateway", "--triton", "a:1", "--triton", "b:2", "--port", "9001", "--workers", "3", "--strict"]
     ended = CliRunner().invoke(cli.app, [*arguments, "--request-timeout", "0", "--allowed-origin", "*"])
     assert ended.exit_code == 0 and "http://127.0.0.1:9001/v1" in ended.output
     ((options, server),) = started
-    assert options.triton == ("a:1", "b:2") and options.request_timeout is None and options.lenient
+    assert options.triton == ("a:1", "b:2") and options.request_timeout is None and options.strict
     assert (server.port, server.workers, options.cors_origins) == (9001, 3, ("*",))
     for wrong in (["--ssl-keyfile", str(tmp_path)], ["--api-key", "a b"], ["--api-key-file", str(tmp_path / "no")]):
         assert CliRunner().invoke(cli.app, [*arguments, *wrong]).exit_code == 2

@@ -76,7 +76,7 @@ def test_the_checkpoint_stays_small() -> None:
 def test_model_json_is_an_engine_config_with_its_checkpoint_beside_it() -> None:
     config = EngineConfig.from_file(DEMO / "1" / "model.json")
     assert Path(config.model) == CHECKPOINT.resolve()
-    assert config.max_num_batched_tokens >= config.max_num_seqs
+    assert config.step_tokens >= config.max_num_seqs
 
 
 def test_checkpoint_is_a_grouped_query_llama_with_tied_embeddings(model: Any) -> None:

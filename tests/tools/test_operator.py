@@ -34,6 +34,8 @@ def answer(**changes: Any) -> dict[str, Any]:
     engine = {
         "pid": 11,
         "uptime_seconds": 12.34,
+        "async_scheduling": False,
+        "max_num_batched_tokens": 2048,
         "load": load(running=2, waiting=3, blocks_used=1, blocks_free=7, prefix_queries_total=50, prefix_hits_total=20),
         "tenants": None,
         "num_tenants": None,
@@ -62,7 +64,7 @@ def test_the_table_says_all_that_the_answer_does() -> None:
     text = status_table(answer())
     for part in (
         "m version 1 (m_0_0), org/name",
-        "float32 on cpu, cpu attention, max_model_len 64; inflight 0.1.0",
+        "float32 on cpu, cpu attention, max_model_len 64, steps of 2048 tokens; inflight 0.1.0",
         "frontend 1 h 1 min (pid 10), engine 12.3 s (pid 11)",
         "3 requests, 5 sequences",
         "2 running, 3 waiting, 0 preemptions",
@@ -72,7 +74,11 @@ def test_the_table_says_all_that_the_answer_does() -> None:
         "2 engine deaths, 2 restarts, 7 replays",
     ):
         assert part in text
-    assert "swap" not in text and "tenants" not in text
+    assert "swap" not in text and "tenants" not in text and "ahead" not in text
+    engine = answer()["engine"] | {"async_scheduling": True}
+    assert "max_model_len 64, steps of 2048 tokens, launched ahead; inflight 0.1.0" in status_table(
+        answer(engine=engine)
+    )
 
 
 def test_tenants_and_swap_show_where_they_are_on() -> None:

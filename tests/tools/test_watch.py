@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from inflight.frontend.lifecycle.instance_registry import states_of
 from inflight_tools.processes import end_of
 from inflight_tools.terminal import stop_signals
-from inflight_tools.watch import wait_for_death
+from inflight_tools.watch import Silence, wait_for_death
 
 # Starts stubs and reaps them as it is told, like tritonserver.
 PARENT = """
@@ -40,8 +41,8 @@ class Server:
     """The part of a TritonServer that a watch reads; its stubs are `sleep` under the stub's name."""
 
     def __init__(self, folder: Path) -> None:
-        self._stub = folder / "triton_python_backend_stub"
-        shutil.copy("/bin/sleep", self._stub)
+        self.stub = folder / "triton_python_backend_stub"
+        shutil.copy("/bin/sleep", self.stub)
         self.process = subprocess.Popen(
             [sys.executable, "-c", PARENT],
             stdin=subprocess.PIPE,
@@ -57,7 +58,7 @@ class Server:
         return int(self.process.stdout.readline() or "0")
 
     def start_stub(self, *seconds: str) -> int:
-        return self.tell("start", str(self._stub), *seconds)
+        return self.tell("start", str(self.stub), *seconds)
 
     def close(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -75,9 +76,10 @@ def server(tmp_path: Path) -> Iterator[Server]:
 class Watched:
     """A watch that runs in a thread."""
 
-    def __init__(self, server: Any) -> None:
+    def __init__(self, server: Any, **options: Any) -> None:
         self.deaths: list[str] = []
-        self._thread = threading.Thread(target=lambda: self.deaths.append(wait_for_death(server)), daemon=True)
+        wait = lambda: self.deaths.append(wait_for_death(server, **options))  # noqa: E731
+        self._thread = threading.Thread(target=wait, daemon=True)
         self._thread.start()
 
     def death(self) -> str:
@@ -150,3 +152,37 @@ def test_a_server_that_ends_is_noticed(server: Server) -> None:
     server.start_stub("600")
     server.tell("exit")
     assert watched.death() == "tritonserver died (exit status 7)"
+
+
+# A stub of the fake server: publishes beats as a model instance does, or only its entry.
+BEATING = """
+import sys, time
+sys.path[:] = {path!r}
+from inflight.frontend.lifecycle.instance_registry import RegistryEntry
+entry = RegistryEntry("demo")
+while True:
+    entry.beat()
+    time.sleep(0.01)
+"""
+
+
+def test_a_stub_that_is_stopped_hangs(server: Server, tmp_path: Path) -> None:
+    script = tmp_path / "beating.py"
+    script.write_text(BEATING.format(path=sys.path))
+    shutil.copy(sys.executable, server.stub)
+    stub = server.start_stub(str(script))
+    wait_until(lambda: any(states_of(stub)))
+    os.kill(stub, signal.SIGSTOP)
+    watched = Watched(server, stub_timeout=1.0)
+    assert watched.death() == "the stub process of a model hangs (no sign of life for 1 s)"
+
+
+def test_silence_is_counted_while_somebody_looks() -> None:
+    silence = Silence()
+    assert silence.look(100.0, {7: [1]}) == {7: 0.0}
+    assert silence.look(100.5, {7: [1]}) == {7: 0.5}
+    assert silence.look(900.0, {7: [1]}) == {7: 1.5}, "the machine was asleep"
+    assert silence.look(900.5, {7: [2]}) == {7: 0.0}
+    assert silence.look(901.0, {7: [2], 8: []}) == {7: 0.5, 8: 0.0}
+    assert silence.look(901.5, {8: []}) == {8: 0.0}, "no instance of this backend"
+    assert silence.look(902.0, {7: [2]}) == {7: 0.0}, "another process with the same id"

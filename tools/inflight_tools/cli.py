@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
-from inflight_tools.gateway import ApiKey, ApiKeyFile, gateway, gateway_options, read_keys
+from inflight_tools.gateway import AllowedOrigin, ApiKey, ApiKeyFile, Strict, gateway, gateway_options, read_keys
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
@@ -89,6 +90,10 @@ def serve(
         list[str] | None, typer.Option(help="Load only this model of --model-repository; repeatable.")
     ] = None,
     timeout: Annotated[float, typer.Option(help="Time limit for loading models, seconds.")] = _LOAD_TIMEOUT_SECONDS,
+    stub_timeout: Annotated[
+        float,
+        typer.Option(min=0, help="Time without a sign of life after which a model's stub hangs, seconds; 0: no limit."),
+    ] = STUB_TIMEOUT,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
     openai_port: Annotated[
@@ -99,12 +104,15 @@ def serve(
     reasoning_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
+    allowed_origin: AllowedOrigin = None,
+    strict: Strict = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
-    If the server, a model's stub process or the gateway dies, everything is ended, and one line says how it died.
+    If the server, a model's stub process or the gateway dies, or a stub hangs, everything is ended, and one line says
+    why.
 
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
     and died.
@@ -145,10 +153,18 @@ def serve(
         beside = None
         if openai_port is not None:
             keys = read_keys(api_key, api_key_file)
-            parsers = {"tool_call_parser": tool_call_parser, "reasoning_parser": reasoning_parser}
             with one_line_errors():
-                beside = _gateway_beside(server, openai_port, openai_workers, api_keys=keys, **parsers)
-        run_in_foreground(server, timeout, beside)
+                beside = _gateway_beside(
+                    server,
+                    openai_port,
+                    openai_workers,
+                    api_keys=keys,
+                    tool_call_parser=tool_call_parser,
+                    reasoning_parser=reasoning_parser,
+                    cors_origins=tuple(allowed_origin or ()),
+                    strict=strict,
+                )
+        run_in_foreground(server, timeout, beside, stub_timeout or None)
 
 
 @app.command()

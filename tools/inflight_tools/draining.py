@@ -43,4 +43,4 @@ def drain_models(server: int, timeout: float, check: Callable[[], None] = lambda
 
 def _serving(server: int) -> list[int]:
     """The stubs that have not drained."""
-    return [pid for pid in children_of(server) if any(state != "drained" for _, _, state in states_of(pid))]
+    return [pid for pid in children_of(server) if any(entry.state != "drained" for entry in states_of(pid))]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
+from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_tools.installation import ServerDied
 from inflight_tools.terminal import StopRequest, echo_file, one_line_errors, stop_signals
 from inflight_tools.watch import wait_for_death
@@ -20,7 +21,12 @@ if TYPE_CHECKING:
 __all__ = ["run_in_foreground", "run_until_death"]
 
 
-def run_in_foreground(server: TritonServer, timeout: float, gateway: GatewayProcess | None = None) -> None:
+def run_in_foreground(
+    server: TritonServer,
+    timeout: float,
+    gateway: GatewayProcess | None = None,
+    stub_timeout: float | None = STUB_TIMEOUT,
+) -> None:
     """Run `server` with its log on stderr.
 
     Returns on a stop signal.  Exits with status 1 if the server cannot be started, and with 3 if it was ready and
@@ -30,6 +36,7 @@ def run_in_foreground(server: TritonServer, timeout: float, gateway: GatewayProc
         server: not started.
         timeout: seconds that models can take to load.
         gateway: to be started once the server is ready; it ends with the server.
+        stub_timeout: see `wait_for_death`.
     """
     end: Callable[[], None] = server.kill  # until it is ready nothing runs
     with stop_signals() as stop, one_line_errors(), contextlib.ExitStack() as stack:
@@ -48,14 +55,19 @@ def run_in_foreground(server: TritonServer, timeout: float, gateway: GatewayProc
             f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
             f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
         )
-        run_until_death(server, stop, gateway)
+        run_until_death(server, stop, gateway, stub_timeout)
 
 
-def run_until_death(server: TritonServer, stop: StopRequest, gateway: GatewayProcess | None = None) -> NoReturn:
-    """Wait until a server that is ready dies, then end what is left of it, so that no client waits for it.
+def run_until_death(
+    server: TritonServer,
+    stop: StopRequest,
+    gateway: GatewayProcess | None = None,
+    stub_timeout: float | None = STUB_TIMEOUT,
+) -> NoReturn:
+    """Wait until a server that is ready dies or hangs, then end what is left of it, so that no client waits for it.
 
     Raises:
-        ServerDied: the server, one of its stubs or the gateway has died.
+        ServerDied: the server, one of its stubs or the gateway has died, or a stub hangs.
     """
 
     def check() -> None:
@@ -63,6 +75,6 @@ def run_until_death(server: TritonServer, stop: StopRequest, gateway: GatewayPro
         if gateway is not None:
             gateway.check()
 
-    death = wait_for_death(server, check)
+    death = wait_for_death(server, check, stub_timeout)
     server.kill()
     raise ServerDied(death)

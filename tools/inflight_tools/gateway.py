@@ -13,7 +13,7 @@ from inflight_tools.terminal import fail
 if TYPE_CHECKING:
     from inflight_gateway.options import GatewayOptions
 
-__all__ = ["ApiKey", "ApiKeyFile", "gateway", "gateway_options", "read_keys"]
+__all__ = ["AllowedOrigin", "ApiKey", "ApiKeyFile", "Strict", "gateway", "gateway_options", "read_keys"]
 
 ApiKey = Annotated[
     list[str] | None,
@@ -24,6 +24,10 @@ ApiKey = Annotated[
 ApiKeyFile = Annotated[
     Path | None, typer.Option(help="A file with one key a line; empty lines and lines that start with # do not count.")
 ]
+AllowedOrigin = Annotated[
+    list[str] | None, typer.Option(help="Origin whose pages can call from a browser (CORS); repeatable; * for all.")
+]
+Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
 
 
 def gateway(
@@ -58,16 +62,14 @@ def gateway(
     reasoning_parser: Annotated[
         str, typer.Option(help="Format of reasoning in the model's text; by default told by the chat template.")
     ] = "",
-    allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="Origin whose pages can call from a browser (CORS); repeatable; * for all.")
-    ] = None,
+    allowed_origin: AllowedOrigin = None,
     tenant_header: Annotated[
         str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
     ] = "",
     request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds; 0 for none.")] = 600.0,
     max_open_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time, per process.")] = 1024,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
-    lenient: Annotated[bool, typer.Option("--lenient", help="Ignore unknown keys of requests.")] = False,
+    strict: Strict = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
     triton_metrics: Annotated[
@@ -104,7 +106,7 @@ def gateway(
         request_timeout=request_timeout or None,
         max_open_requests=max_open_requests,
         max_body_bytes=max_body_bytes,
-        lenient=lenient,
+        strict=strict,
         triton_metrics=triton_metrics,
         open_metrics=open_metrics,
     )

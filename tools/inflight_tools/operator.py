@@ -69,7 +69,7 @@ def status_table(found: dict[str, Any]) -> str:
         (
             "engine",
             f"{found['dtype']} on {found['device']}, {found['attention_backend']} attention, "
-            f"max_model_len {found['max_model_len']}; inflight {found['inflight']}",
+            f"max_model_len {found['max_model_len']}{_steps(engine)}; inflight {found['inflight']}",
         ),
         (
             "up",
@@ -90,6 +90,13 @@ def status_table(found: dict[str, Any]) -> str:
         rows.append(("tenants", f"{engine['num_tenants']} with sequences"))
         rows += [("", f"{name!r}: {n['running']} running, {n['waiting']} waiting") for name, n in tenants.items()]
     return "\n".join(f"{name:<10}{text}" for name, text in rows)
+
+
+def _steps(engine: dict[str, Any] | None) -> str:
+    if engine is None:
+        return ""
+    ahead = ", launched ahead" if engine["async_scheduling"] else ""
+    return f", steps of {engine['max_num_batched_tokens']} tokens{ahead}"
 
 
 def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:

@@ -1,7 +1,8 @@
-"""Notices that a server which was ready has died, or one of its stubs.
+"""Notices that a server which was ready has died, or that one of its stubs has died or hangs.
 
-Triton 24.10 restarts no stub, and reports "ready" after the death of one while its streams hang.  Everything else
-that can go wrong with a server (it hangs, it must be started again) is the business of a service manager.
+Triton 24.10 restarts no stub, and reports "ready" after the death of one, or while one is stopped, though its streams
+hang.  Everything else that can go wrong with a server (it hangs, it must be started again) is the business of a
+service manager.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from inflight.frontend.lifecycle.instance_registry import states_of
+from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_tools.processes import STUB_NAME, children, end_of, how_it_ended
 
 if TYPE_CHECKING:
     from inflight_tools.launcher import TritonServer
 
-__all__ = ["wait_for_death"]
+__all__ = ["Silence", "wait_for_death"]
 
 _LOOK_SECONDS = 0.1
 _SCAN_SECONDS = 0.5  # between two searches for new stubs
@@ -28,19 +31,54 @@ _CONFIRM_SECONDS = 0.2
 _CONFIRM_EXIT_SECONDS = 2.0  # after exit status 0
 
 
-def wait_for_death(server: TritonServer, check: Callable[[], None] = lambda: None) -> str:
-    """Block until a running server or one of its stubs has died.
+class Silence:
+    """How long each stub has shown no sign of life.  Without I/O.
+
+    A stub without beats is another backend's, or still loads its model.  Gaps between two looks do not count: the
+    machine was asleep, or this process was stopped.
+    """
+
+    def __init__(self) -> None:
+        self._beats: dict[int, list[int]] = {}
+        self._silent: dict[int, float] = {}
+        self._looked = 0.0
+
+    def look(self, now: float, beats: dict[int, list[int]]) -> dict[int, float]:
+        """Take in what was seen.
+
+        Args:
+            now: seconds.
+            beats: process id of each stub -> the beats of its model instances, in any order.
+
+        Returns:
+            Process id -> seconds of silence.
+        """
+        passed, self._looked = min(now - self._looked, 2 * _SCAN_SECONDS), now
+        self._silent = {
+            pid: self._silent.get(pid, 0.0) + passed if seen and seen == self._beats.get(pid) else 0.0
+            for pid, seen in beats.items()
+        }
+        self._beats = beats
+        return self._silent
+
+
+def wait_for_death(
+    server: TritonServer, check: Callable[[], None] = lambda: None, stub_timeout: float | None = STUB_TIMEOUT
+) -> str:
+    """Block until a running server or one of its stubs has died, or a stub hangs.
 
     Args:
         server: a server that has been started.
         check: called ten times a second; an exception that it raises ends the wait.
+        stub_timeout: seconds without a sign of life after which a stub hangs; None: never.
 
     Returns:
-        One line: which process died, and by which signal or exit status.
+        One line: which process died, and by which signal or exit status, or which one hangs.
     """
     assert server.process is not None
     stubs: dict[int, str] = {}  # the model of each stub, by process id
     dead_since: dict[int, float] = {}
+    silence = Silence()
     scanned = float("-inf")
     while True:
         check()
@@ -51,15 +89,22 @@ def wait_for_death(server: TritonServer, check: Callable[[], None] = lambda: Non
         if now - scanned >= _SCAN_SECONDS:
             scanned = now
             stubs = {pid: stubs.get(pid) or _model_of(pid) for pid in children(server.process.pid, STUB_NAME)}
+            silent = silence.look(now, {pid: [entry.beats for entry in states_of(pid)] for pid in stubs})
+            for pid, seconds in silent.items():
+                if stub_timeout is not None and seconds >= stub_timeout:
+                    return f"the stub process of {_whose(stubs[pid])} hangs (no sign of life for {seconds:.0f} s)"
         for pid, model in stubs.items():
             ended = end_of(pid)
             if ended is None:
                 dead_since.pop(pid, None)
             elif now - dead_since.setdefault(pid, now) >= (_CONFIRM_SECONDS if ended else _CONFIRM_EXIT_SECONDS):
-                whose = f"model '{model}'" if model else "a model"
                 how = how_it_ended(os.waitstatus_to_exitcode(ended))
-                return f"the stub process of {whose} died ({how}), and its streams would hang"
+                return f"the stub process of {_whose(model)} died ({how}), and its streams would hang"
         time.sleep(_LOOK_SECONDS)
+
+
+def _whose(model: str) -> str:
+    return f"model '{model}'" if model else "a model"
 
 
 def _model_of(stub: int) -> str:

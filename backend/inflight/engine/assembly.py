@@ -40,7 +40,7 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     accounts, record = TenantAccounts(config), AdmissionRecord()
     policies = make_policies(config, clock, info.grammars, runner.draft_runner, accounts, record)
     pool = KVPool(info.num_blocks, config.block_size)
-    limits = SchedulerLimits(config.max_num_seqs, config.max_num_batched_tokens)
+    limits = SchedulerLimits(config.max_num_seqs, config.step_tokens)
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)
     queue_limits = QueueLimits(config, accounts)
     shedding = LoadShedding(config, scheduler, accounts, record, clock)

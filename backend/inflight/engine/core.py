@@ -100,7 +100,7 @@ class EngineCore:
         self.listeners = self.scheduler.listeners
         self._live: dict[int, list[Request]] = {}
         # Launch-ahead: step n + 1 is made and launched before step n is collected.
-        self._max_launched = 2 if config.async_scheduling else 1
+        self._max_launched = 2 if config.launches_ahead else 1
         self._launched: deque[_Launched] = deque()
 
     @property

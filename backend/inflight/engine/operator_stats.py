@@ -24,6 +24,7 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
     Returns:
         pid: of the engine process.
         uptime_seconds: since it was started.
+        async_scheduling, max_num_batched_tokens: what the defaults became on this device.
         load: the present `StepStats` by field; the fields of a step are 0.
         tenants: with fair queueing, `running` and `waiting` sequences by account, the busiest 100; else None.
         num_tenants: accounts with live sequences, None without fair queueing.
@@ -32,6 +33,8 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
     answer = {
         "pid": os.getpid(),
         "uptime_seconds": time.monotonic() - _STARTED,
+        "async_scheduling": core.config.launches_ahead,
+        "max_num_batched_tokens": core.config.step_tokens,
         "load": msgspec.structs.asdict(stats),
         "tenants": None,
         "num_tenants": None,

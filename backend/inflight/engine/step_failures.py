@@ -8,6 +8,7 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.grammars.spec import BEYOND_LIMITS
 
 __all__ = ["lost_requests"]
 
@@ -18,7 +19,8 @@ def lost_requests(
     """The live requests that cannot continue after a step, one entry per sequence.
 
     A step that was not computed ends with UNAVAILABLE: the same request may succeed if sent again.  A row that failed
-    alone ends with INTERNAL: its KV cannot be trusted, and the same request would fail again.
+    alone ends with INTERNAL: its KV cannot be trusted, and the same request would fail again.  A grammar beyond
+    the limits of its library ends with INVALID_ARG.
 
     Args:
         rows: the requests of `out`, in its order.
@@ -28,7 +30,7 @@ def lost_requests(
         lost = dict.fromkeys(_with_the_step(out, rows, running, pool), ("UNAVAILABLE", step.failure))
     for row, reason in step.row_failures.items():
         request = rows[row]
-        lost[request] = ("INTERNAL", reason)
+        lost[request] = ("INVALID_ARG" if reason.startswith(BEYOND_LIMITS) else "INTERNAL", reason)
         request.num_computed_tokens = 0  # none of its blocks is published when it releases them
         pool.forget(request, 0)
     live = [request for request in lost if request.status is not Status.FINISHED]

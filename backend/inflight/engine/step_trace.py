@@ -158,7 +158,7 @@ class StepTrace(EngineListener):
 
     def __init__(self, config: EngineConfig, num_blocks: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = config.num_traced_steps
-        sizes = config.max_num_seqs, config.max_num_batched_tokens, config.block_size
+        sizes = config.max_num_seqs, config.step_tokens, config.block_size
         self._head = (config.model, *sizes, num_blocks)
         self._clock = clock
         self._steps: deque[StepRecord] = deque()

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from inflight.grammars.regex_size import check_regex, check_regexes_of_lark
 from inflight.grammars.schemas import checked_schema
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.structural_tag import literal, structural_tag_grammar
@@ -15,6 +16,9 @@ __all__ = ["guidance_grammar"]
 # Between the tokens of JSON.  Any whitespace is valid, and a model that once began it might never end it: so there is a
 # bound, far above what indentation takes.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
+# Without `u`, so that a name has one spelling.  llguidance compares the names that a schema gives with the bytes of the
+# output: `\u0061ge` would be a name that only `additionalProperties` speaks of, and escape the schema of `age`.
+_ESCAPES = 'nrbtf\\"'
 
 
 def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
@@ -28,11 +32,13 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
     """
     from llguidance import LLMatcher, grammar_from
 
+    check_regex(spec.whitespace or "", "whitespace_pattern")
     if spec.kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(
             checked_schema(json.loads(spec.text), spec.additional_properties), overrides=json_options(spec)
         )
     if spec.kind == "regex":
+        check_regex(spec.text)
         return LLMatcher.grammar_from_regex(spec.text)
     if spec.kind == "choice":
         return LLMatcher.grammar_from_lark(
@@ -42,11 +48,13 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
         return structural_tag_grammar(
             json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
         )
+    check_regexes_of_lark(spec.text)
     return grammar_from("grammar", spec.text)
 
 
 def json_options(spec: GrammarSpec) -> Any:
     """How llguidance writes JSON."""
     if spec.whitespace == "":
-        return {"whitespace_flexible": False}
-    return {"whitespace_pattern": _WHITESPACE if spec.whitespace is None else spec.whitespace}
+        return {"whitespace_flexible": False, "json_allowed_escapes": _ESCAPES}
+    whitespace = _WHITESPACE if spec.whitespace is None else spec.whitespace
+    return {"whitespace_pattern": whitespace, "json_allowed_escapes": _ESCAPES}

@@ -6,13 +6,15 @@ limits the work of every call; a grammar or sequence that hits a limit is refuse
 
 from __future__ import annotations
 
+import math
 import os
+import random
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 from weakref import WeakValueDictionary
@@ -21,7 +23,7 @@ import numpy as np
 
 from inflight.grammars.base import NO_SEQUENCE, MaskJob, SequenceId, mask_words
 from inflight.grammars.formats import guidance_grammar
-from inflight.grammars.spec import GrammarSpec
+from inflight.grammars.spec import BEYOND_LIMITS, GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
 
 __all__ = ["GuidanceGrammars"]
@@ -29,12 +31,14 @@ __all__ = ["GuidanceGrammars"]
 _MAX_CACHED = 256  # compiled grammars
 _MAX_CACHED_BYTES = 16 * 2**20  # of their sources; compiled, they take some ten times that
 _COMPILE_SECONDS = 20.0
+_PROBED = 4  # tokens that are tried before a grammar is taken
 _COMPILERS = 2  # threads: one slow grammar does not hold up the next
 # Tokens of a forced text that are looked up again for the end of the sequence behind them.
 _MAX_FORCED = 64
 # For so long the calling thread makes masks itself.  Others take milliseconds to begin: the idle threads of the forward
 # pass hold on to the cores for a while.
 _SERIAL_SECONDS = 0.003
+_LIMIT_ERRORS = ("lexer error:", "parser error:")  # how llguidance begins to say that it reached a limit
 _MAX_ENCODED = 4096  # texts whose tokens are remembered
 
 
@@ -44,11 +48,11 @@ class _Entry:
 
     Attributes:
         compiled: an `LLMatcher` at the start, or the error text.
-        begun: seconds; a monotonic clock.
+        begun: seconds, a monotonic clock; infinite while it waits for other grammars.
     """
 
-    compiled: Future[Any]
-    begun: float
+    compiled: Future[Any] = field(init=False)
+    begun: float = math.inf
 
 
 class GuidanceGrammars:
@@ -135,8 +139,8 @@ class GuidanceGrammars:
             tokenizer = self._begin_to_load()
             entry = self._entries.get(spec)
             if entry is None:
-                compiled = self._threads.submit(self._compile, spec, tokenizer)
-                entry = self._entries[spec] = _Entry(compiled, time.monotonic())
+                entry = self._entries[spec] = _Entry()
+                entry.compiled = self._threads.submit(self._compile, spec, tokenizer, entry)
                 self._num_bytes += spec.size
             self._entries.move_to_end(spec)
             while len(self._entries) > 1 and (len(self._entries) > _MAX_CACHED or self._num_bytes > _MAX_CACHED_BYTES):
@@ -164,22 +168,39 @@ class GuidanceGrammars:
         except Exception as error:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
 
-    def _compile(self, spec: GrammarSpec, tokenizer: Future[Any]) -> Any:
+    def _compile(self, spec: GrammarSpec, tokenizer: Future[Any], entry: _Entry) -> Any:
         """An `LLMatcher`, or the error text."""
         try:
             vocabulary, names = tokenizer.result()[0], tokenizer.result()[1].names
+            entry.begun = time.monotonic()
             from llguidance import LLMatcher
 
             matcher = LLMatcher(vocabulary, guidance_grammar(spec, names), log_level=0)
-            first = matcher.deep_copy()
-            mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
-            if not first.is_error():  # some grammars show only here that they are beyond a limit
-                first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                return _shown(matcher.get_error())
+            return self._refused(matcher.deep_copy()) or matcher
         except Exception as error:
             return _shown(str(error))
-        if first.is_error():
-            return _shown(first.get_error())
-        return matcher if mask.any() else "the grammar allows no text at all"
+
+    def _refused(self, first: Any) -> str:
+        """Why a grammar is refused; "" if it is not.  Many show only on their way that they are beyond a limit.
+
+        Args:
+            first: an `LLMatcher` at the start, which this method uses up.
+        """
+        mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
+        choose = random.Random(0)
+        for num_tokens in range(_PROBED + 1):
+            if not first.is_error():
+                first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if first.is_error():
+                return _reason(first)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            going_on = allowed[~np.isin(allowed, self._eos_token_ids)].tolist()
+            if not going_on:
+                return "" if len(allowed) or num_tokens else "the grammar allows no text at all"
+            first.try_consume_tokens([choose.choice(going_on)])
+        return ""
 
 
 class _Sequence:
@@ -215,7 +236,7 @@ class _Sequence:
 
     def check(self) -> None:
         if not self.error and self.matcher.is_error():
-            self.error = f"the grammar cannot go on: {_shown(self.matcher.get_error())}"
+            self.error = _reason(self.matcher)
 
     def forced(self, limit: int) -> list[int]:
         if self.error or self.matcher.is_stopped():
@@ -274,6 +295,12 @@ def _fill_job(job: MaskJob, bitmask: np.ndarray) -> None:
 def _matcher(job: MaskJob) -> Any:
     assert isinstance(job.grammar, _Sequence)
     return job.grammar.matcher
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher that began without an error has one."""
+    error = _shown(matcher.get_error())
+    return f"{BEYOND_LIMITS if error.startswith(_LIMIT_ERRORS) else 'the grammar cannot go on'}: {error}"
 
 
 def _shown(error: str) -> str:

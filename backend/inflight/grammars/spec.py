@@ -6,7 +6,10 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["GrammarKind", "GrammarSpec"]
+__all__ = ["BEYOND_LIMITS", "GrammarKind", "GrammarSpec"]
+
+# Begins what is said of a grammar that the library gives up: the request is at fault, whenever it shows.
+BEYOND_LIMITS = "the grammar is beyond the limits of the library: simplify it"
 
 GrammarKind = Literal["json_schema", "regex", "choice", "grammar", "structural_tag"]
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from inflight.grammars.regex_size import check_regex
 from inflight.grammars.schemas import checked_schema
 
 __all__ = ["literal", "structural_tag_grammar"]
@@ -146,7 +147,9 @@ class _Rules:
         return "%json " + json.dumps({**schema, "x-guidance": self._json_options})
 
     def _regex(self, part: dict[str, Any]) -> str:
-        return self._terminal(_text(part, "pattern"))
+        pattern = _text(part, "pattern")
+        check_regex(pattern)
+        return self._terminal(pattern)
 
     def _any_text(self, part: dict[str, Any]) -> str:
         return self._terminal("(?s:.*)")

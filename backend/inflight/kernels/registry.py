@@ -7,6 +7,8 @@ implementations, and import no kernel.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +51,7 @@ _GPU_ONLY = (GpuAttention.name, Flash3Attention.name)
 _REMOVED = {
     "flashinfer": "its plan is made on the host in every step, which a CUDA graph cannot capture",
 }
+_MIN_PDL_CAPABILITY = (9, 0)
 # The cost of the reference kernel.  On a CPU as measured by bench/cpu_attention.py --reference.
 _COST = {
     "cpu": "6 to 15 times slower in decode and 1.4 to 3 times slower in prefill",
@@ -100,16 +103,18 @@ def select_attention(
     raise _config_error(f"attention_backend={name!r} does not support this checkpoint here: {reasons}{advice}")
 
 
-def _backends(name: str, kernels: KernelConfig | None) -> dict[str, type[AttentionBackend]]:
+def _backends(name: str, kernels: KernelConfig | None) -> Mapping[str, Callable[[], AttentionBackend]]:
     """The kernels that names stand for under these switches."""
-    if kernels is None or not kernels.varlen_attention:
+    if kernels is None:
         return _BACKENDS
-    if name not in ("auto", GpuAttention.name):
+    if kernels.varlen_attention and name not in ("auto", GpuAttention.name):
         raise _config_error(
             f"kernel_config: varlen_attention belongs to attention_backend={GpuAttention.name!r}, not to {name!r}; "
             "remove one of them"
         )
-    return {**_BACKENDS, GpuAttention.name: VarlenAttention}
+    gpu = VarlenAttention if kernels.varlen_attention else GpuAttention
+    switched = {kind.name: partial(kind, launch_pdl=kernels.launch_pdl) for kind in (gpu, Flash3Attention)}
+    return {**_BACKENDS, **switched}
 
 
 def check_switches(kernels: KernelConfig, device: torch.device) -> None:
@@ -126,6 +131,14 @@ def check_switches(kernels: KernelConfig, device: torch.device) -> None:
             f"kernel_config: {', '.join(kernels.switches)} cannot be used, because its kernels are a GPU's: {why}; "
             "remove it"
         )
+    if kernels.launch_pdl and device.type == "cuda":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _MIN_PDL_CAPABILITY:
+            have, need = (".".join(map(str, version)) for version in (capability, _MIN_PDL_CAPABILITY))
+            raise _config_error(
+                f"kernel_config: launch_pdl needs a GPU of compute capability {need} or later, and this one has {have};"
+                " remove it"
+            )
 
 
 def _config_error(message: str) -> Exception:
@@ -134,12 +147,12 @@ def _config_error(message: str) -> Exception:
     return ConfigError(message)
 
 
-def select_ops(device: torch.device) -> FusedOps:
+def select_ops(device: torch.device, launch_pdl: bool = False) -> FusedOps:
     """The fastest small operations for `device`; `ReferenceOps` if it has no kernels."""
     if can_launch(device):
         from inflight.kernels.gpu.gpu_ops import GpuOps  # needs the triton package
 
-        return GpuOps()
+        return GpuOps(launch_pdl)
     return ReferenceOps()
 
 

@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -47,7 +48,7 @@ from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.profile_step import largest_step
+from inflight.loading.profile_step import largest_steps
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
@@ -170,13 +171,12 @@ class LoadedModel:
         self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None
     ) -> MemoryPlan:
         config, info, meter = self.config, self.info, sizing.meter
-        limits = config.max_num_seqs, config.max_num_batched_tokens
-        out = largest_step(*limits, info.max_model_len, config.block_size, sizing.num_blocks, info.vocab_size)
         results: list[StepOutput] = []
-        step = meter.peak_of(lambda: results.append(run(out)))
-        if results[0].failure:
+        outs = largest_steps(config, info.max_model_len, sizing.num_blocks, info.vocab_size)
+        step = max(meter.peak_of(partial(lambda out: results.append(run(out)), out)) for out in outs)
+        if any(result.failure for result in results):
             raise LoadError(
-                f"a step of max_num_batched_tokens={config.max_num_batched_tokens} and max_num_seqs="
+                f"a step of max_num_batched_tokens={config.step_tokens} and max_num_seqs="
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
         for_graphs = graphs.measure(meter) if graphs is not None else 0
@@ -302,7 +302,7 @@ def _load_check(
     config, device = loaded.config, loaded.device
     expected = _reference(model, model_type, found, device) if config.check_on_load else None
     num_tokens = sum(len(case.token_ids) for case in found)  # a step of the check may be larger than one of the engine
-    step = max(config.max_num_seqs, len(found)), max(config.max_num_batched_tokens, num_tokens)
+    step = max(config.max_num_seqs, len(found)), max(config.step_tokens, num_tokens)
     rotary = attach_request_rotary(model, loaded.info.max_model_len, *step, device)
     if rotary is not None:
         loaded.info.choices.append(rotary.choice)
@@ -335,11 +335,11 @@ def _checked_forward(
     forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
-            forward = accelerate(model, device, check.passes, max_model_len, scheme)
+            forward = accelerate(model, device, check.passes, max_model_len, scheme, config.kernel_config)
         except CannotQuantize as why:
             raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
     if config.kernel_config.split_k:
-        split_linears(model)
+        split_linears(model, config.kernel_config.launch_pdl)
     if config.kernel_config.fused_experts:
         fuse_experts(model, select_experts(), lambda: check.passes(forward))
     _require(check, forward)

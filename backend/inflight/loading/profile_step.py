@@ -1,16 +1,35 @@
-"""The step that takes the most memory, to measure it: a full budget of tokens, every slot, every kind of output."""
+"""The steps that take the most memory, to measure them: a full budget of tokens, every slot, every kind of output."""
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
+from inflight.config import EngineConfig
+from inflight.engine.logprobs import prompt_token_weight
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 
-__all__ = ["largest_step"]
+__all__ = ["largest_step", "largest_steps"]
 
+_FEW_LOGPROBS = 5
 # Edited logits, a nucleus, log probabilities of outputs and prompt: what sampling and its kin copy logits for.
-_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, prompt_logprobs=5)
+_PARAMS = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+
+
+def largest_steps(config: EngineConfig, max_model_len: int, num_blocks: int, vocab_size: int) -> list[SchedulerOutput]:
+    """The step of most tokens and, if requests can ask for many log probabilities, the step of most of these.
+
+    The scheduler gives the second fewer prompt tokens (`WeighedPrompts`), but each has up to a vocabulary of results.
+    """
+    rows, tokens = config.max_num_seqs, config.step_tokens
+    limits = max_model_len, config.block_size, num_blocks, vocab_size
+    steps = [largest_step(rows, tokens, *limits)]
+    most = vocab_size if config.max_logprobs == -1 else min(config.max_logprobs, vocab_size)
+    if most > _FEW_LOGPROBS:
+        asking = min(tokens, min(rows, tokens) + max(1, int(tokens / prompt_token_weight(most))))
+        steps.append(largest_step(rows, asking, *limits, num_logprobs=most))
+    return steps
 
 
 def largest_step(
@@ -20,13 +39,18 @@ def largest_step(
     block_size: int,
     num_blocks: int,
     vocab_size: int,
+    num_logprobs: int = _FEW_LOGPROBS,
 ) -> SchedulerOutput:
     """A step of `max_num_batched_tokens` tokens and `max_num_seqs` rows that all sample, as far as these allow.
 
     The first rows compute prompts, the others a token each.  The first ends at the last position that is ever
     computed, so the batch has its largest maxima.  Block tables repeat the blocks of a pool of any size, and what is
     written there overwrites itself: only shapes are those of a real step.
+
+    Args:
+        num_logprobs: that each row asks for, of the prompt and of the output.
     """
+    params = msgspec.structs.replace(_PARAMS, logprobs=num_logprobs, prompt_logprobs=num_logprobs)
     longest = max_model_len - 1  # the KV of the very last token is never computed
     num_rows = min(max_num_seqs, max_num_batched_tokens)
     counts = [1] * num_rows
@@ -44,7 +68,7 @@ def largest_step(
             token_ids=token_ids[:end].tobytes(),
             num_prompt_tokens=end,
             block_ids=[index % num_blocks for index in range(-(-end // block_size))],
-            params=_PARAMS,
+            params=params,
             seed=slot,
         )
         for slot, end in enumerate(ends)

@@ -140,7 +140,7 @@ class DeviceRunner(BaseRunner):
         loaded = loaded or load_on_threads(config)
         super().__init__(config, loaded, DEVICE_RULES)
         info, device = self.info, self.device
-        slots, tokens = config.max_num_seqs, config.max_num_batched_tokens
+        slots, tokens = config.max_num_seqs, config.step_tokens
         self.queue = queue or queue_of(device)
         self.rows = RowWriter(self.state, slots)
         self.device_state = DeviceState.allocate(slots, info.max_model_len, config.block_size, device)

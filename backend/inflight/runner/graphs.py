@@ -24,10 +24,9 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,24 +35,12 @@ from inflight.attention.base import AttentionBackend
 from inflight.config import EngineConfig
 from inflight.device.memory import DeviceMeter, format_bytes
 from inflight.loading.memory_plan import graph_bytes
+from inflight.runner.capture import Capturer, Graph, Launch, capturer_of
 from inflight.runner.step_inputs import StepSize
 
-__all__ = [
-    "Capturer",
-    "DecodeGraphs",
-    "Graph",
-    "Launch",
-    "Padding",
-    "bucket_sizes",
-    "decode_graphs",
-    "decode_sizes",
-    "draft_sizes",
-]
+__all__ = ["DecodeGraphs", "Padding", "bucket_sizes", "decode_graphs", "decode_sizes", "draft_sizes"]
 
 _log = logging.getLogger(__name__)
-
-# Launches a step and returns its outputs.
-Launch = Callable[[], tuple[Tensor, ...]]
 
 
 class Padding(NamedTuple):
@@ -72,33 +59,6 @@ class Padding(NamedTuple):
 _WIDTHS = ((256, 8), (1024, 32), (2**31, 128))
 # Steps with drafts of more tokens are eager: few are worth their time, and launching is little of it.
 _MAX_DRAFT_STEP = 128
-
-
-class Graph(Protocol):
-    """A captured step.
-
-    Attributes:
-        outputs: what the step returned.  Each replay overwrites them, and the replay of another graph can.
-    """
-
-    outputs: tuple[Tensor, ...]
-
-    def replay(self) -> None:
-        """Queue the captured kernels on the current stream."""
-
-
-class Capturer(Protocol):
-    """Makes graphs: CUDA's, or a test's."""
-
-    def warm_up(self, launch: Launch) -> None:
-        """Run the launches once, so that kernels are compiled and libraries have their workspaces."""
-
-    def capture(self, launch: Launch, beside: Graph | None) -> Graph:
-        """Record the launches without running them; `beside` is a graph whose memory this one shares.
-
-        Raises:
-            RuntimeError: `launch` did what a graph cannot contain, such as reading a tensor on the host.
-        """
 
 
 class DecodeGraphs:
@@ -211,64 +171,6 @@ class DecodeGraphs:
         )
 
 
-class CudaCapturer:
-    """Captures on a stream of its own, since the default one cannot be captured."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-
-    def warm_up(self, launch: Launch) -> None:
-        # On the stream of the captures: libraries keep a workspace for each stream, which must not come from the pool.
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
-            launch()
-        torch.cuda.synchronize(self._device)  # the next warm-up may find the same buffers
-
-    def capture(self, launch: Launch, beside: Graph | None) -> Graph:
-        assert beside is None or isinstance(beside, _CudaGraph)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)  # queued work is not part of it
-        with torch.cuda.stream(self._stream):
-            pool = None if beside is None else beside.graph.pool()
-            graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                outputs = launch()
-            except BaseException:
-                with contextlib.suppress(RuntimeError):  # the first error is the reason
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return _CudaGraph(graph, tuple(map(_without_owning, outputs)))
-
-
-@dataclass(slots=True)
-class _CudaGraph:
-    """Implements `Graph`."""
-
-    graph: torch.cuda.CUDAGraph
-    outputs: tuple[Tensor, ...]
-
-    def replay(self) -> None:
-        self.graph.replay()
-
-
-class _Bytes:
-    """A tensor's memory as `torch.as_tensor` takes it, by the CUDA array interface."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        data = tensor.data_ptr(), False
-        self.__cuda_array_interface__ = {"shape": (tensor.nbytes,), "typestr": "|u1", "data": data, "version": 2}
-
-
-def _without_owning(tensor: Tensor) -> Tensor:
-    """The same memory.  The pool may give it to the next graph: the logits of all buckets would take a GiB."""
-    if not tensor.is_contiguous():
-        raise RuntimeError(f"an output of shape {list(tensor.shape)} is not contiguous")
-    return torch.as_tensor(_Bytes(tensor), device=tensor.device).view(tensor.dtype).view(tensor.shape)
-
-
 @contextlib.contextmanager
 def _collector_off() -> Iterator[None]:
     """No garbage collection: memory that it frees on the device would invalidate a capture."""
@@ -279,11 +181,6 @@ def _collector_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def capturer_of(device: torch.device) -> Capturer | None:
-    """The capturer of `device`; None for a CPU."""
-    return CudaCapturer(device) if device.type == "cuda" else None
 
 
 def bucket_sizes(max_tokens: int) -> list[int]:
@@ -343,7 +240,7 @@ def decode_graphs(
             "length; lower max_model_len to the checkpoint's max_position_embeddings, or set enforce_eager to true"
         )
         return DecodeGraphs((), padding, None)
-    max_rows, max_tokens = config.max_num_seqs, config.max_num_batched_tokens
+    max_rows, max_tokens = config.max_num_seqs, config.step_tokens
     sizes = decode_sizes(min(max_rows, max_tokens))
     if config.speculative_config is not None:
         sizes += draft_sizes(max_rows, max_tokens, config.speculative_config.longest_draft)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
+
+import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -12,7 +15,9 @@ from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.draft_runner import load_draft_runner
 from inflight.runner.model_runner import ModelRunner
 
-__all__ = ["ThreadedRunner", "make_runner"]
+__all__ = ["ThreadedRunner", "make_runner", "placed"]
+
+_log = logging.getLogger(__name__)
 
 
 class TwoPartRunner(Protocol):
@@ -45,15 +50,28 @@ class ThreadedRunner:
         return ticket.result()
 
 
+def placed(config: EngineConfig) -> EngineConfig:
+    """`config` with the device that `device="auto"` finds: some defaults follow from it.
+
+    Raises:
+        LoadError: there is no such device.
+    """
+    return msgspec.structs.replace(config, device=device_of(config.device).type)
+
+
 def make_runner(config: EngineConfig) -> Any:
     """The runner that `model.json` asks for, with the checkpoint loaded: on a GPU, launching never waits.
+
+    Args:
+        config: as `placed` returns it, like the one that `make_core` takes.
 
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
     draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes the rest
     runner = _device_runner(config)
-    if config.async_scheduling and not _on_gpu(config):
+    _log.info("steps are launched %s", "ahead of their tokens" if config.launches_ahead else "one at a time")
+    if config.launches_ahead and not _on_gpu(config):
         device = ThreadPoolExecutor(1, "device")  # one thread: steps run in the order of their launch
         return ThreadedRunner(runner, device, draft_runner and ThreadedRunner(draft_runner, device))
     runner.draft_runner = draft_runner

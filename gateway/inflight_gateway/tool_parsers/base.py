@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
-from inflight_gateway.tool_parsers.events import Event, Output, call_id
+from inflight_gateway.tool_parsers.events import Content, Event, Output, call_id
 from inflight_gateway.tool_parsers.scanner import Scanner, Wait
 
 __all__ = ["MAX_NAME", "TextParser", "ToolParser"]
@@ -24,8 +24,12 @@ class ToolParser(Protocol):
     def feed(self, text: str) -> list[Event]:
         """More text of the answer."""
 
-    def finish(self) -> list[Event]:
-        """The answer ended."""
+    def finish(self, cut: bool = False) -> list[Event]:
+        """The answer ended.
+
+        Args:
+            cut: by its length limit, so that what can only be the beginning of a call is no content.
+        """
 
 
 class TextParser:
@@ -36,9 +40,11 @@ class TextParser:
 
     Attributes:
         MARKS: beginnings of calls in this format, for which a model can have special tokens.
+        ENDS: texts that can follow a call.
     """
 
     MARKS: ClassVar[tuple[str, ...]] = ()
+    ENDS: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: Mapping[str, Any], new_id: Callable[[], str] = call_id) -> None:
         self._tools = tools
@@ -51,11 +57,18 @@ class TextParser:
         next(self._run)  # never ends before the text does
         return self._out.take()
 
-    def finish(self) -> list[Event]:
+    def finish(self, cut: bool = False) -> list[Event]:
         self._scan.ended = True
         next(self._run, None)
         self._out.finish()
-        return self._out.take()
+        events = self._out.take()
+        return [one for one in events if not self._is_of_call(one)] if cut else events
+
+    def _is_of_call(self, event: Event) -> bool:
+        """Whether text that was held back until the end belongs to a call."""
+        text = event.text.strip() if isinstance(event, Content) else ""
+        marks = (*self.MARKS, *self.ENDS)
+        return bool(text) and (text.startswith(marks) or any(mark.startswith(text) for mark in marks))
 
     def _parse(self) -> Wait[None]:
         raise NotImplementedError

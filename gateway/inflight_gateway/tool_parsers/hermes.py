@@ -15,7 +15,7 @@ _OPENING, _CLOSING = Marks(_OPEN), Marks(_CLOSE)
 class HermesParser(TextParser):
     """Calls between marks.  Unknown names are passed on: the client can tell the model that the tool does not exist."""
 
-    MARKS = (_OPEN,)
+    MARKS, ENDS = (_OPEN,), (_CLOSE,)
 
     def _parse(self) -> Wait[None]:
         while (yield from self._scan.until(_OPENING, self._out.content)):

@@ -18,7 +18,7 @@ class Llama3Parser(TextParser):
     An answer can be JSON without being a call, so only an object with the name of a tool and parameters is a call.
     """
 
-    MARKS = (_TAG,)
+    MARKS, ENDS = (_TAG,), (";",)
 
     def _parse(self) -> Wait[None]:
         scan, out = self._scan, self._out

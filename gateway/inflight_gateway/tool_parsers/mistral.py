@@ -22,7 +22,7 @@ _CALL_ID = re.compile(r"\w*")
 class MistralParser(TextParser):
     """Calls after the mark: a list of objects, or a name and its arguments, with the mark before each."""
 
-    MARKS = (_MARK, _ID, _ARGS)
+    MARKS, ENDS = (_MARK, _ID, _ARGS), (",",)
 
     def __init__(self, tools: Mapping[str, Any], new_id: Callable[[], str] = short_call_id) -> None:
         super().__init__(tools, new_id)

@@ -28,7 +28,7 @@ class PythonicParser(TextParser):
     a name gets that of the schema's property at its place.
     """
 
-    MARKS = (_START, _END)
+    MARKS, ENDS = (_START, _END), (",", "]")
 
     def _parse(self) -> Wait[None]:
         scan, out = self._scan, self._out

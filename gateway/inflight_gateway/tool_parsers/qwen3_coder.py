@@ -24,7 +24,7 @@ _NAME = re.compile(r"[^<>\n]*")
 class Qwen3CoderParser(TextParser):
     """Calls with bare values, which become JSON of the types in the tool's schema.  `<tool_call>` can be missing."""
 
-    MARKS = (_OPEN,)
+    MARKS, ENDS = (_OPEN,), (_CLOSE, _FUNCTION)
 
     def _parse(self) -> Wait[None]:
         scan, out = self._scan, self._out

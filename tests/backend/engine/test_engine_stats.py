@@ -26,6 +26,7 @@ def test_the_answer_is_the_present_state_and_can_be_sent() -> None:
     assert (found["load"]["running"], found["load"]["waiting"]) == (2, 1)
     assert found["load"]["blocks_used"] == core.pool.num_used > 0
     assert found["tenants"] is None and found["num_tenants"] is None
+    assert (found["async_scheduling"], found["max_num_batched_tokens"]) == (False, core.config.step_tokens)
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(found)) == found
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from inflight.kernel_config import KernelConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
 from inflight.kernels.cpu.weight_format import INT8, MAX_INT8_INPUTS
@@ -212,4 +213,4 @@ def test_longer_int8_products_are_refused_by_name() -> None:
         PackedWeight([torch.zeros(1, size)], stored_as=INT8)
     model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
     with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        accelerate(model, torch.device("cpu"), lambda forward: True, 256, Int8())
+        accelerate(model, torch.device("cpu"), lambda forward: True, 256, Int8(), KernelConfig())

@@ -26,6 +26,7 @@ from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.ops.reference_ops import ReferenceOps
 
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")  # triton's
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 in_the_interpreter = pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here")
 
@@ -100,14 +101,14 @@ def test_layers_that_fill_the_card_are_not_split() -> None:
 
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Tiles so small that a tiny model has several; returns the sizes of the kernel's products, as they are made."""
+    """Tiles so small that a tiny model has several; returns rows, inputs, outputs and launch_pdl of the products."""
     monkeypatch.setattr(gpu_split_k, "_BLOCK_N", 16)
     monkeypatch.setattr(gpu_split_k, "_BLOCK_K", 16)
     monkeypatch.setattr(gpu_split_k, "_MIN_STEPS", 1)
     seen, kernel = [], gpu_split_k.split_k_linear
 
     def watched(x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-        seen.append((*x.shape, len(weight)))
+        seen.append((*x.shape, len(weight), rest[-1]))
         return kernel(x, weight, *rest)
 
     monkeypatch.setattr(gpu_split_k, "split_k_linear", watched)
@@ -122,16 +123,20 @@ def config_of(folder: Path, **options: Any) -> EngineConfig:
 
 @in_the_interpreter
 def test_a_models_layers(small_tiles: list[tuple[int, ...]], tmp_path: Path) -> None:
-    model = load(config_of(tmp_path, kernel_config={"split_k": True})).model
+    model = load(config_of(tmp_path, kernel_config={"split_k": True, "launch_pdl": True})).model
     down = model.model.layers[1].mlp.down_proj
     inputs, outputs = down.in_features, down.out_features
-    assert {(MAX_ROWS, inputs, outputs), (1, inputs, outputs)} <= set(small_tiles), "compared and compiled at load"
+    assert {(rows, inputs, outputs, True) for rows in (1, MAX_ROWS)} <= set(small_tiles), (
+        "compared and compiled at load"
+    )
     small_tiles.clear()
     for shape, is_split in [((1, 3), True), ((16,), True), ((1, 17), False), ((2, 8), True), ((0,), False)]:
         x = random(*shape, inputs)
         torch.testing.assert_close(down(x), F.linear(x, down.weight), rtol=1e-5, atol=1e-5)
         assert bool(small_tiles) == is_split, shape
         small_tiles.clear()
+    with pytest.raises(RuntimeError, match="dtype"):  # torch's, as without the switch
+        down(random(3, inputs).double())
 
 
 @in_the_interpreter
@@ -199,7 +204,11 @@ with target(arch) as compiled:
             split_k_linear(x, weight, None, split, workspace)
 print(json.dumps([dict(kernel.report(arch), ptx_has_atomics="atom" in kernel.ptx) for kernel in compiled]))
 """
-SOURCES = ["backend/inflight/kernels/gpu/gpu_split_k.py", "tests/support/gpu_target.py"]
+SOURCES = [
+    "backend/inflight/kernels/gpu/gpu_pdl.py",
+    "backend/inflight/kernels/gpu/gpu_split_k.py",
+    "tests/support/gpu_target.py",
+]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Whole prompts by `varlen_attn`, with a stand-in that computes what torch documents; tests/gpu runs the real one."""
+"""Whole prompts by `varlen_attn`, with a substitute that computes what torch documents; tests/gpu runs the real one."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     gpu_varlen._varlen_attn.cache_clear()
 
 
-def test_the_installed_torch_has_what_the_stand_in_takes() -> None:
+def test_the_installed_torch_has_the_signature_of_the_substitute() -> None:
     _, names_groups = gpu_varlen._varlen_attn()
     assert names_groups == (tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12))
 

@@ -41,7 +41,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models are loaded with fused operations, by the reference."""
     ops = ReferenceOps()
     monkeypatch.setattr(
-        loader, "accelerate", lambda model, _, passes, length, scheme: use_ops(model, ops, passes, length)
+        loader, "accelerate", lambda model, _, passes, length, scheme, kernels: use_ops(model, ops, passes, length)
     )
 
 

@@ -18,13 +18,14 @@ from graph_rig import fused_by, pretend_kernels
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.attention.reference import ReferenceAttention
+from inflight.config import EngineConfig
 from inflight.device.batch_state import BatchState
 from inflight.device.memory import DeviceMeter
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading import loader, memory_plan
 from inflight.loading.checkpoint import kv_scales
 from inflight.loading.load_errors import LoadError
-from inflight.loading.profile_step import largest_step
+from inflight.loading.profile_step import largest_step, largest_steps
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.runner.graphs import decode_sizes
@@ -83,6 +84,36 @@ def test_no_load_takes_more_than_the_utilization(
     peak = OTHERS + card.max_memory_reserved()
     assert peak <= limit
     assert peak > 0.9 * limit, "nor is memory kept back for nothing"
+
+
+def test_a_step_of_log_probabilities_of_the_whole_vocabulary_is_in_the_plan(
+    checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    plan_on_gpu = loader.plan_on_gpu
+    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    core = gpu_core(checkpoint, max_logprobs=-1)
+    (memory,) = seen
+    card.empty_cache()
+    card.reset_peak_memory_stats()
+    params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1)
+    asking = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=-1)
+    prompts = [np.random.default_rng(index).integers(0, 4001, 30).tolist() for index in range(66)]
+    run(core, prompts, [params] * 64 + [asking] * 2)
+    assert OTHERS + card.max_memory_reserved() <= memory.used + core.info.kv_bytes + memory.step
+
+
+@pytest.mark.parametrize(
+    ("max_logprobs", "asked"), [(0, None), (5, None), (100, (100, 512 + 7943)), (-1, (4001, 512 + 992))]
+)
+def test_the_second_largest_step_asks_for_as_many_log_probabilities_as_the_scheduler_lets_it(
+    max_logprobs: int, asked: tuple[int, int] | None
+) -> None:
+    config = EngineConfig(model="m", max_num_seqs=512, max_num_batched_tokens=2**15, max_logprobs=max_logprobs)
+    first, *others = largest_steps(config, 40_000, 2, 4001)
+    assert first.num_tokens == 2**15
+    found = [(out.new_rows[0].params.prompt_logprobs, out.num_tokens) for out in others]
+    assert found == ([] if asked is None else [asked])
 
 
 def test_graphs_are_in_the_plan(checkpoint: str, card: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

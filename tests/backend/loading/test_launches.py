@@ -15,9 +15,11 @@ pytest.importorskip("triton")
 
 from inflight.attention.base import AttentionMetadata, forward_context
 from inflight.config import EngineConfig
+from inflight.kernels.gpu import gpu_split_k
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
+from inflight.loading.forward import split_k
 from inflight.loading.forward.fused_decoder import FusedDecoder, fuse_modules
 from inflight.loading.loader import load
 from inflight.loading.quantization import fp8_linear
@@ -143,6 +145,21 @@ def test_with_layers_in_fp8_eleven(model_type: str, tmp_path: Path, monkeypatch:
     layers = [name for index in range(3) for name in fp8_layer(first=index == 0)]
     assert names == [*BEFORE, *layers, *AFTER]
     assert len(fp8_layer()) == 11
+
+
+def test_with_split_k_output_and_down_are_one_launch_each_of_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_BLOCK_N": 16, "_BLOCK_K": 16, "_MIN_STEPS": 1}.items():  # a tiny model's layers are split
+        monkeypatch.setattr(gpu_split_k, name, value)
+    monkeypatch.setattr(split_k, "_wrong", lambda *_: None)  # nothing is computed here
+    model, backend = on_meta("llama", tmp_path)
+    assert split_k.split_linears(model) is not None
+    names = launched(model, backend, monkeypatch)
+    layers = [name for index in range(3) for name in layer("aten.mm", first=index == 0)]
+    for index in range(3):
+        layers[10 * index + 5] = layers[10 * index + 9] = "split_k_kernel"
+    assert names == [*BEFORE, *layers, *AFTER]
 
 
 def test_what_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:

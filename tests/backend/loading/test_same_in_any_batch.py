@@ -98,3 +98,13 @@ def test_what_is_packed_computes_the_same_and_is_undone_exactly(model_type: str,
     after = module.state_dict()
     assert after.keys() == before.keys() and all(torch.equal(after[name], before[name]) for name in before)
     assert all(torch.equal(*pair) for pair in zip(logits(model, sequences, None), expected))
+
+
+def test_experts_of_transformers_5_17_do_not_say_whether_they_have_a_norm(tmp_path: Path) -> None:
+    model = loaded("mixtral", tmp_path, dtype="float32", native_forward=False)
+    module: nn.Module = model.model
+    expected = logits(model, [list(range(30))], None)
+    for part in module.modules():
+        part.__dict__.pop("has_post_expert_norm", None)
+    assert pack_others(module) is not None
+    torch.testing.assert_close(logits(model, [list(range(30))], None), expected, rtol=1e-4, atol=1e-4)

@@ -200,9 +200,9 @@ def only_the_smaller_fail(bucket: int) -> None:
 @pytest.mark.parametrize(
     ("fails", "reason"),
     [
-        (reads_a_tensor, "RuntimeError: operation not permitted when stream is capturing: aten.item"),
-        (lists_a_tensor, "RuntimeError: operation not permitted when stream is capturing: tolist"),
-        (depends_on_contents, "RuntimeError: operation not permitted when stream is capturing: aten.index.Tensor"),
+        (reads_a_tensor, "RuntimeError: called a synchronizing CUDA operation: aten.item"),
+        (lists_a_tensor, "RuntimeError: called a synchronizing CUDA operation: tolist"),
+        (depends_on_contents, "RuntimeError: called a synchronizing CUDA operation: aten.index.Tensor"),
         (only_the_smaller_fail, r"OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB.\); "),
     ],
 )
@@ -224,6 +224,16 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
     )
     assert re.search(reason, record.getMessage())
     assert made.measure(meter()) == 0
+
+
+def test_a_step_that_reads_a_tensor_never_starts_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not every version of torch recovers from a capture that fails."""
+    runner, capturer = ToyRunner(8), FakeCapturer()
+    runner.fails = reads_a_tensor
+    monkeypatch.setattr(capturer, "capture", lambda launch, beside: pytest.fail("a capture was started"))
+    made = DecodeGraphs(decode_sizes(8), runner.padding, capturer)
+    assert made.measure(meter()) == made.capture(meter()) == 0
+    assert capturer.warm_ups == 1
 
 
 def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None:

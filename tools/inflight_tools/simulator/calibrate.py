@@ -155,7 +155,7 @@ def _options(core: EngineCore, info: Any) -> dict[str, Any]:
         "device": info.device.split(":")[0],
         "block_size": config.block_size,
         "max_num_seqs": config.max_num_seqs,
-        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_num_batched_tokens": config.step_tokens,
         "cpu_threads": config.cpu_threads,
         "kv_cache_dtype": config.kv_cache_dtype,
         "attention_backend": info.attention_backend,

@@ -128,9 +128,10 @@ class Scene:
 
     def model_json(self) -> dict[str, Any]:
         """Keys of `model.json` for the simulated engine."""
-        # Options that calibration resolved from "auto" are not the user's choice and stay out.
+        # Options that calibration resolved from "auto" are not the user's choice and stay out, but for the device: it
+        # decides whether steps are launched ahead.
         sizes = {key: self.profile.options[key] for key in _CHOSEN if key in self.profile.options}
         return {"model": self.profile.checkpoint, **sizes, **self.values}
 
 
-_CHOSEN = ("dtype", "block_size", "max_num_seqs", "max_num_batched_tokens", "cpu_threads")
+_CHOSEN = ("device", "dtype", "block_size", "max_num_seqs", "max_num_batched_tokens", "cpu_threads")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import sqrt
 
 from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.logprobs import prompt_token_weight
 from inflight.engine.policies.base import BudgetPolicy
 from inflight.engine.policies.cost_model import OnlineStepCost, StepLoad, step_load
 from inflight.engine.request import Request
@@ -31,10 +32,6 @@ _JUDGED = 100
 _INITIAL_HEADROOM = 0.25
 # A step that exceeds its expected time by more than this share is an outlier, which the headroom does not cover.
 _MAX_HEADROOM = 0.5
-# Ranking the vocabulary for so many log probabilities of a prompt token, and writing them as text, costs about as
-# much as computing a token: measured with a model of 4 M parameters, which is the worst case.
-_LOGPROBS_PER_TOKEN = 32
-_MOST_LOGPROBS = 1024  # most that count: a whole vocabulary is not ranked, and every prompt must progress
 
 
 class LatencyBudget(EngineListener):
@@ -168,7 +165,7 @@ class PartialPrefillLimits(EngineListener):
 
 
 class WeighedPrompts(EngineListener):
-    """Counts a prompt token as 1 + k / 32 tokens of the step if k of its log probabilities are requested.
+    """Counts a prompt token as `prompt_token_weight` tokens of the step.
 
     So such prompts make a step at most twice as long, and the tokens that they leave go to the prompts behind them.
     The first one of a step gets at least one token.
@@ -190,7 +187,7 @@ class WeighedPrompts(EngineListener):
         count = request.params.prompt_logprobs
         if not count or request.num_prompt_logprobs >= request.num_prompt_tokens:
             return self.inner.grant(request, missing, limit)
-        weight = 1 + (_MOST_LOGPROBS if count < 0 else min(count, _MOST_LOGPROBS)) / _LOGPROBS_PER_TOKEN
+        weight = prompt_token_weight(count)
         room = max(not self._counted, int((self._limit - self._counted) / weight))
         num_tokens = self.inner.grant(request, missing, min(limit, room)) if room else 0
         self._counted += weight * num_tokens

@@ -114,10 +114,10 @@ def _make_budget(config: EngineConfig, listeners: list[EngineListener]) -> Budge
         listeners.append(latency)
     partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
     if partial > 1 or threshold:
-        threshold = threshold or max(1, config.max_num_batched_tokens // partial)
+        threshold = threshold or max(1, config.step_tokens // partial)
         budget = limits = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
         listeners.append(limits)
-    weighed = WeighedPrompts(budget, config.max_num_batched_tokens)
+    weighed = WeighedPrompts(budget, config.step_tokens)
     listeners.append(weighed)
     return weighed
 
@@ -130,6 +130,6 @@ def _make_drafter(
     if runner is None:
         guesser = LookupGuesser(options)
     else:
-        model = DraftModel(runner, config.max_num_seqs, config.max_num_batched_tokens, config.block_size)
+        model = DraftModel(runner, config.max_num_seqs, config.step_tokens, config.block_size)
         guesser = ModelGuesser(model)
     return AdaptiveDrafter(guesser, options.longest_draft, target, clock)

@@ -247,13 +247,13 @@ class EngineProcess:
 
 
 class EngineLauncher:
-    """Starts one engine process after another, and keeps a spare one that only has to load the checkpoint.
+    """Starts one engine process after another, and keeps spare ones that only have to load the checkpoint.
 
-    Threads that call `launch` and `prepare` must outlive the processes (PR_SET_PDEATHSIG).
+    Threads that call `launch` and `keep` must outlive the processes (PR_SET_PDEATHSIG).
 
     Args:
         command, env: see `EngineProcess`.
-        launch: starts a process instead; there is no spare one then.
+        launch: starts a process instead; there are no spare ones then.
     """
 
     def __init__(
@@ -268,42 +268,47 @@ class EngineLauncher:
         self._env = env
         self._launch = launch
         self._lock = threading.Lock()  # guards the two below
-        self._spare: EngineProcess | None = None
+        self._spares: list[EngineProcess] = []  # oldest first
         self._closed = False
 
     def launch(self) -> EngineHandle:
-        """The spare process if there is one, else a new one.  Raises EngineStartError."""
+        """The oldest spare process, else a new one.  Raises EngineStartError."""
         if self._launch is not None:
             return self._launch()
-        spare = self._take_spare()
-        if spare is not None:
+        while spares := self._take_spares(1):
             with contextlib.suppress(OSError):
-                if not spare.has_ended:
-                    spare.wake()
-                    return spare
-            _discard(spare)
+                if not spares[0].has_ended:
+                    spares[0].wake()
+                    return spares[0]
+            _discard(spares[0])
         return EngineProcess(self._config, self._command, self._env)
 
-    def prepare(self) -> None:
-        """Start a spare process, unless there is one or the options say no."""
+    def keep(self, count: int) -> None:
+        """Have `count` spare processes: start or end some.  No effect if the options say that there are none."""
+        if not self._config.spare_engine or self._launch is not None:
+            return
         with self._lock:
-            if not self._config.spare_engine or self._spare is not None or self._launch is not None or self._closed:
-                return
+            missing = 0 if self._closed else count - len(self._spares)
             with contextlib.suppress(EngineStartError):  # `launch` will raise it, if a process is needed
-                self._spare = EngineProcess(self._config, self._command, self._env, spare=True)
-
-    def close(self) -> None:
-        """End the spare process; there will be no other."""
-        with self._lock:
-            self._closed = True
-        spare = self._take_spare()
-        if spare is not None:
+                for _ in range(missing):
+                    self._spares.append(EngineProcess(self._config, self._command, self._env, spare=True))
+        for spare in self._take_spares(-missing):
             _discard(spare)
 
-    def _take_spare(self) -> EngineProcess | None:
+    def close(self) -> None:
+        """End the spare processes; there will be no other."""
         with self._lock:
-            spare, self._spare = self._spare, None
-        return spare
+            self._closed = True
+            count = len(self._spares)
+        for spare in self._take_spares(count):
+            _discard(spare)
+
+    def _take_spares(self, count: int) -> list[EngineProcess]:
+        """At most `count` of them, the oldest."""
+        count = max(0, count)
+        with self._lock:
+            taken, self._spares = self._spares[:count], self._spares[count:]
+        return taken
 
 
 def _discard(process: EngineProcess) -> None:

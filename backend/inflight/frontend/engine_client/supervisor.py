@@ -36,6 +36,7 @@ from inflight.frontend.errors import RequestError
 __all__ = ["EngineEvents", "Supervisor"]
 
 _SPARE_AFTER = 3.0  # seconds of uptime before a spare process is started: that takes a core for some seconds
+_SPARES_IN_SEARCH = 2  # while a request may kill the next engines, too; started at once
 _UNLOADING = "the model is being unloaded"
 
 
@@ -285,6 +286,8 @@ class Supervisor:
         with self._changed:
             self._up, self._refusal, self._up_since = True, None, time.monotonic()
             self._changed.notify_all()
+        if not settled:
+            self._launcher.keep(_SPARES_IN_SEARCH)
         return engine_process, ready
 
     def _set_turn(self, ours: bool) -> None:
@@ -401,11 +404,12 @@ class Supervisor:
                     break
                 engine_process = self._engine_process if self._up else None
                 has_work = bool(self._send_buffer.in_engine or self._questions.num_sent)
+                num_spares = 1 if self._settled else _SPARES_IN_SEARCH
             heartbeat = None if engine_process is None else engine_process.heartbeat
             beats, num_tokens = (None, 0) if heartbeat is None else (heartbeat.beats, heartbeat.num_tokens)
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
             elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
-                self._launcher.prepare()
+                self._launcher.keep(num_spares)
         self._ended.wait()  # the processes that this thread started end with it (PR_SET_PDEATHSIG)

@@ -13,11 +13,28 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-__all__ = ["RegistryEntry", "children_of", "states_of"]
+__all__ = ["InstanceState", "RegistryEntry", "children_of", "states_of"]
 
 _PREFIX = "inflight-state-"
-_BYTES = 64
+_BYTES = 96
+
+
+class InstanceState(NamedTuple):
+    """An entry, as another process reads it.
+
+    Attributes:
+        name: equal for successive instances of the same model instance.
+        started: creation, in seconds of `time.monotonic()`.
+        beats: number of signs of life; one that does not grow belongs to an instance that sends nothing.
+        state: "serving", "draining" or "drained".
+    """
+
+    name: str
+    started: float
+    beats: int
+    state: str
 
 
 class RegistryEntry:
@@ -32,16 +49,25 @@ class RegistryEntry:
         self._started = time.monotonic()
         self._lock = threading.Lock()  # guards the descriptor: its number can be reused
         self._fd = os.memfd_create(self.name)
-        self.set("serving")
+        self._beats = 0
+        self._state = "serving"
+        self._write()
 
     def set(self, state: str) -> None:
         """Publish the state: "serving", "draining" or "drained"; does nothing once closed."""
         with self._lock:
-            if self._fd >= 0:
-                self._write(state)
+            self._state = state
+            self._write()
 
-    def _write(self, state: str) -> None:
-        os.pwrite(self._fd, f"{self._started!r} {state}".ljust(_BYTES).encode(), 0)
+    def beat(self) -> None:
+        """Publish a sign of life; does nothing once closed."""
+        with self._lock:
+            self._beats += 1
+            self._write()
+
+    def _write(self) -> None:
+        if self._fd >= 0:
+            os.pwrite(self._fd, f"{self._started!r} {self._beats} {self._state}".ljust(_BYTES).encode(), 0)
 
     def predecessors(self) -> list[int]:
         """Process ids of this server's stubs that have an older entry of this name and serve: a reload leaves them."""
@@ -50,8 +76,8 @@ class RegistryEntry:
             pid
             for pid in children_of(server)
             if pid != own
-            for name, started, state in states_of(pid)
-            if name == self.name and started < self._started and state == "serving"
+            for entry in states_of(pid)
+            if entry.name == self.name and entry.started < self._started and entry.state == "serving"
         ]
 
     def close(self) -> None:
@@ -60,15 +86,16 @@ class RegistryEntry:
             self._fd = -1
 
 
-def states_of(pid: int) -> Iterator[tuple[str, float, str]]:
-    """The entries of a process: names, times of creation (`time.monotonic()`) and states."""
+def states_of(pid: int) -> Iterator[InstanceState]:
+    """The entries of a process."""
     with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError, ValueError):
                 target = os.readlink(entry)
                 if target.startswith(f"/memfd:{_PREFIX}"):
-                    started, state = entry.read_text().split()
-                    yield target.removeprefix("/memfd:").split(" ")[0], float(started), state
+                    name = target.removeprefix("/memfd:").split(" ")[0]
+                    started, beats, state = entry.read_text().split()
+                    yield InstanceState(name, float(started), int(beats), state)
 
 
 def children_of(pid: int) -> list[int]:

@@ -20,14 +20,14 @@ from inflight.frontend.errors import RequestError
 from inflight.frontend.request.contract import WireRequest, is_foreign, plain_input
 from inflight.frontend.request.limits import LimitError, Limits
 from inflight.frontend.request.prompts import PromptReader
-from inflight.frontend.request.values import field_of, to_bool
+from inflight.frontend.request.values import field_of, to_bool, to_int
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["TokenizeApi", "facts"]
 
 # Question -> (inputs, exactly one must be given; request parameters).
 _TAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tokenize": (("text_input", "messages"), ("add_special_tokens", "return_token_strs")),
+    "tokenize": (("text_input", "messages"), ("add_special_tokens", "return_token_strs", "truncate_prompt_tokens")),
     "detokenize": (("input_ids",), ()),
     "model": ((), ()),
 }
@@ -119,12 +119,15 @@ class TokenizeApi:
         is_text = "text_input" in inputs  # a rendered chat contains its special tokens
         adds = field_of(parameters, "add_special_tokens", to_bool, "true or false", is_text)
         spells = field_of(parameters, "return_token_strs", to_bool, "true or false", False)
-        token_ids = self._prompts.tokens(inputs, adds)
+        truncate = field_of(parameters, "truncate_prompt_tokens", to_int, "an integer", None)
+        token_ids, kept = self._prompts.tokens(inputs, adds, truncate)
         answer: dict[str, Any] = {
             "count": len(token_ids),
             "max_model_len": self._max_model_len,
             "tokens": token_ids,
         }
+        if truncate is not None:
+            answer["prompt"] = kept
         if spells:
             answer["token_strs"] = [self._tokenizer.vocabulary_entry(token_id) for token_id in token_ids]
         return msgspec.json.encode(answer)

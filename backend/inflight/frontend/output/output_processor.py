@@ -181,6 +181,10 @@ class OutputProcessor:
         """Answer a request that never became a stream with one final response."""
         self._events.put(partial(self._respond, responder, outputs))
 
+    def run(self, action: Callable[[], None]) -> None:
+        """Call `action` in the sender thread, after what was queued before it."""
+        self._events.put(action)
+
     def on_step(self, message: StepMessage) -> None:
         """A step's deltas; called by the thread that reads the engine's pipe."""
         self._events.put((time.monotonic(), message))

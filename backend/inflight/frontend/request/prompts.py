@@ -48,21 +48,27 @@ class PromptReader:
         if given[0] == "input_ids":
             return self._checked(value if limit is None else value[-limit:]), ""
         text = value if given[0] == "text_input" else self._render(value)
-        token_ids = self._tokenise(text, limit, add_special_tokens=given[0] == "text_input")
+        token_ids, _ = self._tokenise(text, limit, add_special_tokens=given[0] == "text_input")
         if not token_ids:
             raise RequestError(
                 "INVALID_ARG", f"{given[0]} is empty, and the tokenizer adds no start token: give at least one token"
             )
         return self._checked(token_ids), text
 
-    def tokens(self, inputs: Mapping[str, Any], add_special_tokens: bool) -> list[int]:
-        """Token ids of `text_input` or `messages`; they can be more than a request can have.
+    def tokens(
+        self, inputs: Mapping[str, Any], add_special_tokens: bool, truncate: int | None = None
+    ) -> tuple[list[int], str]:
+        """Token ids of `text_input` or `messages`, and the text that they have without added special tokens.
+
+        Without `truncate` (as in `read`) they can be more than a request can have.
 
         Raises:
             TokenizerError, RequestError: as `read`.
         """
         text = inputs["text_input"] if "text_input" in inputs else self._render(inputs["messages"])
-        return self._tokenise(text, None, add_special_tokens)
+        limit = None if truncate is None else self._truncation(truncate)
+        token_ids, kept = self._tokenise(text, limit, add_special_tokens)
+        return token_ids, text if kept is None else self._tokenizer.decode_all(kept)
 
     def _truncation(self, given: int) -> int:
         if given == -1:
@@ -74,8 +80,11 @@ class PromptReader:
             )
         return given
 
-    def _tokenise(self, text: str, limit: int | None, add_special_tokens: bool) -> list[int]:
-        """Token ids; a truncated prompt keeps the special tokens at its ends and the last of the others."""
+    def _tokenise(self, text: str, limit: int | None, add_special_tokens: bool) -> tuple[list[int], list[int] | None]:
+        """Token ids, and those of them that come from the text; None: all of the text is kept.
+
+        A truncated prompt keeps the special tokens at its ends and the last of the others.
+        """
         self._tokenizer.check_texts([text])
         longest = self._tokenizer.longest_token
         if limit is None:
@@ -84,19 +93,20 @@ class PromptReader:
                 raise RequestError(
                     "INVALID_ARG", f"the prompt has {len(text)} characters, which must be more than {most} tokens"
                 )
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens), None
         # The kept tokens reach back `limit * longest` characters at most; as many before them are context.
         text = text[-2 * limit * longest :]
         token_ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         if len(token_ids) <= limit:
-            return token_ids
+            return token_ids, None
         plain = self._tokenizer.encode(text, add_special_tokens=False)
         num_special = len(token_ids) - len(plain)
         starts = [k for k in range(num_special + 1) if token_ids[k : k + len(plain)] == plain]
         if not starts or limit <= num_special:
-            return token_ids[-limit:]
+            return token_ids[-limit:], token_ids[-limit:]
         first, last = token_ids[: starts[0]], token_ids[starts[0] + len(plain) :]
-        return [*first, *plain[num_special - limit :], *last]
+        kept = plain[num_special - limit :]
+        return [*first, *kept, *last], kept
 
     def _render(self, chat: str) -> str:
         try:

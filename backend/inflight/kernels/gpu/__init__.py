@@ -7,6 +7,9 @@ gpu_attention_plan.py      which program computes what, decided on the device
 gpu_attention_kernel.py    attention over the paged pool; gpu_attention_tiles.py is a part of it
 gpu_kv_cache.py            the pool; gpu_kv_write.py is the kernel that writes to it
 gpu_flash3.py              `AttentionBackend` by FlashAttention-3 for batches with prompts, on the same pool
+gpu_varlen.py              the same by torch's `varlen_attn` for steps of whole prompts
 gpu_ops.py                 `FusedOps`
+gpu_split_k.py             linear layers for steps of a few tokens
+gpu_pdl.py                 kernels that start before the one before them has ended
 gpu_sampler.py             the choice of tokens; with gpu_math.py, gpu_penalties.py
 """

@@ -91,13 +91,15 @@ class GpuAttention:
 
     Args:
         card: defaults to the device's; tests and benchmarks name another.
+        launch_pdl: launch kernels before the one before them has ended (`gpu_pdl.py`).
     """
 
     name = "gpu"
     capturable = True
 
-    def __init__(self, card: Card | None = None) -> None:
+    def __init__(self, card: Card | None = None, launch_pdl: bool = False) -> None:
         self._card = card
+        self._launch_pdl = launch_pdl
         self._layers: dict[tuple[LayerSpec, torch.dtype, int, bool], _Layer] = {}
         # Kinds of layers that `prepare` plans for: those of the caches.
         self._kinds: set[tuple[LayerSpec, torch.dtype]] = set()
@@ -167,6 +169,7 @@ class GpuAttention:
     def _plan(self, spec: LayerSpec, dtype: torch.dtype, metadata: AttentionMetadata) -> _Work:
         """Launch the kernel that shares the batch's work out."""
         from inflight.kernels.gpu.gpu_attention_plan import HEADER, NUM_OPTIONS, plan_kernel  # needs the triton package
+        from inflight.kernels.gpu.gpu_pdl import pdl_options
 
         layer = self._layer(spec, dtype, metadata.block_size, self._is_decode(spec, metadata))
         geometry, num_requests = layer.geometry, metadata.seq_lens.shape[0]
@@ -187,6 +190,7 @@ class GpuAttention:
             CHUNK=_PLAN_CHUNK,
             OPTIONS=NUM_OPTIONS,
             num_warps=8,
+            **pdl_options(self._launch_pdl),
         )
         return _Work(layer, room, plan)
 
@@ -201,6 +205,7 @@ class GpuAttention:
     ) -> Any:
         """Returns the launched attention kernel, as compiled."""
         from inflight.kernels.gpu.gpu_attention_kernel import attend_kernel, reduce_kernel  # needs the triton package
+        from inflight.kernels.gpu.gpu_pdl import pdl_options
 
         assert self._scratch is not None
         layer, room = work.layer, work.room
@@ -228,6 +233,7 @@ class GpuAttention:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             enable_fp_fusion=True,  # scale and shift of the scores in one operation
+            **pdl_options(self._launch_pdl),
         )
         if room.extra:
             rows, joins = min(room.rows, _REDUCE_GRID[0]), min(room.extra, room.blocks, _REDUCE_GRID[1])
@@ -241,6 +247,7 @@ class GpuAttention:
                 room.rows,
                 CHUNK=_REDUCE_CHUNK,
                 **layer.shapes,
+                **pdl_options(self._launch_pdl),
             )
         return kernel
 

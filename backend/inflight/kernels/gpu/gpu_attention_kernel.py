@@ -34,6 +34,7 @@ import triton.language as tl
 
 from inflight.kernels.gpu.gpu_attention_plan import HEADER, read_item
 from inflight.kernels.gpu.gpu_attention_tiles import block_ids, load_rows, locate, tile_pointers, visible_tiles
+from inflight.kernels.gpu.gpu_pdl import begin
 
 __all__ = ["attend_kernel", "reduce_kernel"]
 
@@ -251,6 +252,7 @@ def attend_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr, SHORT_ROWS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONE_LOOP: tl.constexpr, LATE: tl.constexpr,
     DOT: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (NUM_KV_HEADS * items that the plan has room for,), the heads of an item side by side; programs past the
     plan's items return at once.
@@ -263,6 +265,7 @@ def attend_kernel(
     Requests of few tokens take SHORT_ROWS rows, others blocks of BLOCK_M rows; with BLOCK_M 0 all are short.
     ONE_LOOP: all tiles are masked, for less code.  LATE: see `_accumulate`; for blocks of BLOCK_M rows.
     """
+    begin(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     SHORT_TOKENS: tl.constexpr = SHORT_ROWS // GROUP
     BLOCK_Q: tl.constexpr = SHORT_TOKENS if BLOCK_M == 0 else BLOCK_M // GROUP
@@ -298,8 +301,10 @@ def reduce_kernel(
     out, partial_sums, partial_stats, query_start_loc, seq_lens, plan, room, scratch_rows,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PADDED: tl.constexpr,
     SHORT_ROWS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Join the parts of split query blocks, CHUNK at a time.  Grid (any, NUM_KV_HEADS, any): rows and joins in turn."""
+    begin(PDL)
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
     BLOCK_Q: tl.constexpr = (SHORT_ROWS if BLOCK_M == 0 else BLOCK_M) // GROUP
     kv_head = tl.program_id(1)

@@ -25,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.kernels.gpu.gpu_pdl import begin
+
 __all__ = ["HEADER", "NUM_OPTIONS", "plan_kernel", "read_item"]
 
 HEADER = tl.constexpr(4)
@@ -95,6 +97,7 @@ _VARYING = ["num_requests", "room", "extra", "running", "num_kv_heads", "block_q
 def plan_kernel(
     query_start_loc, seq_lens, plan, num_requests, room, extra, running, num_kv_heads, block_q, block_n, window,
     CHUNK: tl.constexpr, OPTIONS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):  # fmt: skip
     """Grid (1,).
 
@@ -104,6 +107,7 @@ def plan_kernel(
 
     Whole query blocks are in reverse order: later ones of a prompt attend to more keys.
     """
+    begin(PDL)
     split_tiles, num_items = _choose(
         query_start_loc, seq_lens, num_requests, extra, running, num_kv_heads, block_q, block_n, window, CHUNK, OPTIONS
     )

@@ -26,6 +26,7 @@ from inflight.kernels.gpu.gpu_ops_kernels import (
     silu_and_mul_kernel,
     silu_and_mul_quantized_kernel,
 )
+from inflight.kernels.gpu.gpu_pdl import pdl_options
 from inflight.kernels.gpu.gpu_rotate_and_write import rotate_and_write
 from inflight.ops.base import Angles, HeadNorms, QuantizedRows, Rows
 from inflight.ops.reference_ops import rotate_and_write_in_parts
@@ -40,6 +41,9 @@ _MAX_WIDTH = 2**16
 class GpuOps:
     """`FusedOps` on a GPU; with the Triton language's interpreter, on any tensors.
 
+    Args:
+        launch_pdl: launch kernels before the one before them has ended (`gpu_pdl.py`).
+
     Raises:
         ValueError: rows wider than 65536, or rows that are not contiguous.
 
@@ -48,14 +52,17 @@ class GpuOps:
 
     name = "gpu"
 
+    def __init__(self, launch_pdl: bool = False) -> None:
+        self._launch = pdl_options(launch_pdl)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, quantized: bool = False) -> Rows:
         """See `FusedOps.rms_norm`; new contiguous tensors, plain rows in the dtype of `x`."""
         if quantized:
             rows = _new_rows(len(x), x.shape[1], x.device)
-            _rms_norm(rows.values, rows.scales, x, weight, eps)
+            _rms_norm(rows.values, rows.scales, x, weight, eps, self._launch)
             return rows
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        _rms_norm(out, None, x, weight, eps)
+        _rms_norm(out, None, x, weight, eps, self._launch)
         return out
 
     def add_rms_norm(
@@ -64,10 +71,10 @@ class GpuOps:
         """See `FusedOps.add_rms_norm`; plain rows are in the dtype of `residual`."""
         if quantized:
             rows = _new_rows(len(x), x.shape[1], x.device)
-            _add_rms_norm(rows.values, rows.scales, x, residual, weight, eps, factor)
+            _add_rms_norm(rows.values, rows.scales, x, residual, weight, eps, factor, self._launch)
             return rows
         out = torch.empty(residual.shape, dtype=residual.dtype, device=residual.device)
-        _add_rms_norm(out, None, x, residual, weight, eps, factor)
+        _add_rms_norm(out, None, x, residual, weight, eps, factor, self._launch)
         return out
 
     def rotary(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -96,6 +103,7 @@ class GpuOps:
                 BLOCK=block,
                 num_warps=4,
                 enable_fp_fusion=False,
+                **self._launch,
             )
 
     def rotate_and_write(
@@ -106,12 +114,12 @@ class GpuOps:
         cache = layer.cache
         if not isinstance(cache, GpuKVCache) or not isinstance(metadata, AttentionMetadata):
             return rotate_and_write_in_parts(self, qkv, layer, batch, norms, angles)
-        return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles)
+        return rotate_and_write(qkv, layer.spec, cache, metadata, norms, angles, self._launch)
 
     def silu_and_mul(self, gate_up: Tensor, quantized: bool = False) -> Rows:
         """See `FusedOps.silu_and_mul`; new contiguous tensors, plain rows in the dtype of `gate_up`."""
         if quantized:
-            return _silu_and_mul_quantized(gate_up)
+            return _silu_and_mul_quantized(gate_up, self._launch)
         num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((num_rows, width), dtype=gate_up.dtype, device=gate_up.device)
         block = min(_TILE, triton.next_power_of_2(width))
@@ -124,6 +132,7 @@ class GpuOps:
                 BLOCK=block,
                 num_warps=4,
                 enable_fp_fusion=False,
+                **self._launch,
             )
         return out
 
@@ -144,11 +153,14 @@ class GpuOps:
                 BLOCK=block,
                 num_warps=warps,
                 enable_fp_fusion=False,
+                **self._launch,
             )
         return out
 
 
-def _rms_norm(out: Tensor, scales: Tensor | None, x: Tensor, weight: Tensor, eps: float) -> None:
+def _rms_norm(
+    out: Tensor, scales: Tensor | None, x: Tensor, weight: Tensor, eps: float, launch: dict[str, Any]
+) -> None:
     """Launch the norm; into e4m3 if there are scales."""
     heads = x.shape[1] if x.dim() == 3 else 1
     width, num_rows = x.shape[-1], x.shape[0] * heads
@@ -170,11 +182,19 @@ def _rms_norm(out: Tensor, scales: Tensor | None, x: Tensor, weight: Tensor, eps
             QUANTIZED=scales is not None,
             num_warps=warps,
             enable_fp_fusion=False,
+            **launch,
         )
 
 
 def _add_rms_norm(
-    out: Tensor, scales: Tensor | None, x: Tensor, residual: Tensor, weight: Tensor, eps: float, factor: float
+    out: Tensor,
+    scales: Tensor | None,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    factor: float,
+    launch: dict[str, Any],
 ) -> None:
     """Launch the sum and its norm; into e4m3 if there are scales."""
     num_rows, width = x.shape
@@ -197,10 +217,11 @@ def _add_rms_norm(
             QUANTIZED=scales is not None,
             num_warps=warps,
             enable_fp_fusion=False,
+            **launch,
         )
 
 
-def _silu_and_mul_quantized(gate_up: Tensor) -> QuantizedRows:
+def _silu_and_mul_quantized(gate_up: Tensor, launch: dict[str, Any]) -> QuantizedRows:
     """Whole rows by each program, as a row has one scale."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = _new_rows(num_rows, width, gate_up.device)
@@ -217,6 +238,7 @@ def _silu_and_mul_quantized(gate_up: Tensor) -> QuantizedRows:
             BLOCK=block,
             num_warps=warps,
             enable_fp_fusion=False,
+            **launch,
         )
     return out
 

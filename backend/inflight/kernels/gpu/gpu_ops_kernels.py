@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from inflight.kernels.gpu.gpu_pdl import begin
 from inflight.ops.base import E4M3_MAX, MIN_SCALE
 
 __all__ = [
@@ -50,8 +51,10 @@ def rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """A tile of ROWS rows of WIDTH <= BLOCK elements; row r is head r % HEADS of token r // HEADS."""
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -79,8 +82,10 @@ def add_rms_norm_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     QUANTIZED: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """residual += factor * x, rounded; returns the norm of the rounded sum, as two separate steps would."""
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -124,8 +129,10 @@ def rotary_kernel(
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """HEADS heads of one token; along axis 1, programs take the query's heads, then the key's."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     places = tl.arange(0, BLOCK)
@@ -157,8 +164,9 @@ def _silu_and_mul(start, inside, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_mul_kernel(x_ptr, out_ptr, x_stride, WIDTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr = False):
     """BLOCK elements of one row of the result."""
+    begin(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -176,8 +184,10 @@ def silu_and_mul_quantized_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """A tile of ROWS rows of the result, WIDTH <= BLOCK elements each."""
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -195,8 +205,10 @@ def quantize_rows_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """A tile of ROWS rows of WIDTH <= BLOCK elements."""
+    begin(PDL)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK)
     inside = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]

@@ -6,6 +6,9 @@ their shape, so that sums over a head have their order.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +17,7 @@ from torch import Tensor
 from inflight.attention.base import AttentionMetadata, LayerSpec
 from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
 from inflight.kernels.gpu.gpu_kv_write import to_fp8
+from inflight.kernels.gpu.gpu_pdl import begin
 from inflight.ops.base import Angles, HeadNorms
 
 __all__ = ["rotate_and_write", "rotate_and_write_kernel"]
@@ -107,8 +111,10 @@ def rotate_and_write_kernel(
     HAS_POSITIONS: tl.constexpr,
     HAS_SCALES: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """HEADS heads of one token; along axis 1, programs take the query's heads, the key's, then the value's."""
+    begin(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     query_tiles: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -155,8 +161,12 @@ def rotate_and_write(
     metadata: AttentionMetadata,
     norms: HeadNorms | None,
     angles: Angles | None,
+    launch: Mapping[str, Any] | None = None,
 ) -> Tensor:
     """See `FusedOps.rotate_and_write`; query is a new contiguous tensor, `qkv` is unchanged.
+
+    Args:
+        launch: further keywords of the launch (`gpu_pdl.py`).
 
     Raises:
         ValueError: an odd number of rotated elements, or more than a head has.
@@ -201,5 +211,6 @@ def rotate_and_write(
             HEADS=heads,
             num_warps=4,
             enable_fp_fusion=False,
+            **(launch or {}),
         )
     return query

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from inflight.kernels.gpu.gpu_pdl import begin, pdl_options
 from inflight.kernels.gpu.launch import interpreted
 
 __all__ = ["MAX_ROWS", "Split", "Workspace", "num_sms_of", "split_k_linear", "split_of"]
@@ -100,11 +101,13 @@ def split_k_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     DOT: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
     """One part of one tile, and the tile's result if all other parts are done.  Grid (tiles, PARTS).
 
     x [num_rows <= BLOCK_M, K], weight [N, K], bias [N] or None, out [num_rows, N], all contiguous.
     """
+    begin(PDL)
     tile, part = tl.program_id(0), tl.program_id(1)
     rows = tl.arange(0, BLOCK_M)
     outputs = tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -134,7 +137,9 @@ def split_k_kernel(
         tl.store(arrived_ptr + tile, 0)
 
 
-def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, workspace: Workspace) -> Tensor:
+def split_k_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, split: Split, workspace: Workspace, launch_pdl: bool = False
+) -> Tensor:
     """x [M, K], 1 <= M <= MAX_ROWS, times the transpose of weight [N, K], plus bias [N]: [M, N], all in one dtype.
 
     Sums are in float32 and rounded once.  Launches one kernel, compiled once for all M, and allocates only the result.
@@ -162,5 +167,6 @@ def split_k_linear(x: Tensor, weight: Tensor, bias: Tensor | None, split: Split,
         DOT=dot,
         num_warps=_WARPS,
         num_stages=_STAGES,
+        **pdl_options(launch_pdl),
     )
     return out

@@ -1,9 +1,9 @@
 """Whole prompts by torch's `varlen_attn` (`kernel_config.varlen_attention`); all else is `GpuAttention`'s.
 
 A step whose requests all compute their first tokens, with nothing of them in the pool yet, attends only to its own keys
-and values.  They are gathered from the pool, where they have just been written: a fraction of a percent of the time
-of a long prompt's attention.  What CUDA graphs capture is `GpuAttention`'s alone, as the lengths on the host, by which
-such steps are told, are not those of a replay.
+and values.  They are gathered from the pool, where they have just been written: a copy of them costs little beside a
+long prompt's attention.  A CUDA graph captures `GpuAttention`'s kernels alone: a replay has other lengths than those on
+the host, by which whole prompts are recognised.
 
 `varlen_attn` is torch's FlashAttention-2: https://docs.pytorch.org/docs/2.12/nn.attention.varlen.html.
 """
@@ -23,6 +23,7 @@ from torch import Tensor
 from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import attend_request
 from inflight.kernels.gpu.gpu_attention import GpuAttention, GpuBatch
+from inflight.kernels.gpu.gpu_attention_configs import Card
 from inflight.kernels.gpu.gpu_kv_cache import GpuKVCache
 
 __all__ = ["VarlenAttention"]
@@ -47,8 +48,8 @@ class _Batch(GpuBatch):
 class VarlenAttention(GpuAttention):
     """Implements `AttentionBackend`.  Layers that `varlen_attn` does not support are named in the log, and ours."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, card: Card | None = None, launch_pdl: bool = False) -> None:
+        super().__init__(card, launch_pdl)
         self._unfit: dict[tuple[LayerSpec, torch.dtype], str | None] = {}
 
     def new_cache(

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from inflight.kernel_config import KernelConfig
 from inflight.kernels.registry import select_ops
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.forward.native_decoder import native_decoder
@@ -32,7 +33,12 @@ class CannotQuantize(RuntimeError):
 
 
 def accelerate(
-    model: nn.Module, device: torch.device, passes: Callable[[Any], bool], num_positions: int, scheme: Scheme
+    model: nn.Module,
+    device: torch.device,
+    passes: Callable[[Any], bool],
+    num_positions: int,
+    scheme: Scheme,
+    kernels: KernelConfig,
 ) -> Any:
     """The callable to use instead of `model`, which is on `device` and has its attention attached.
 
@@ -40,6 +46,7 @@ def accelerate(
         passes: whether a candidate's logits are right; if not, the change is undone and logged.
         num_positions: positions that requests can have.
         scheme: how the weights of linear layers are stored.
+        kernels: switches of GPU kernels.
 
     Returns:
         A callable with the arguments and the result of `model`; `model` itself can be changed.
@@ -48,7 +55,7 @@ def accelerate(
         CannotQuantize: no forward pass with weights stored so runs and passes.
     """
     if device.type != "cpu":
-        return use_ops(model, select_ops(device), passes, num_positions)
+        return use_ops(model, select_ops(device, kernels.launch_pdl), passes, num_positions)
     name = type(model).__name__
     if (why := scheme.unsupported(model)) is not None:
         raise CannotQuantize(why)

@@ -72,6 +72,8 @@ class _PackedExperts:
         self.up_name = "gate_up_proj" if module.has_gate else "up_proj"
         self.names = (self.up_name, "down_proj")
         self.is_transposed = bool(module.is_transposed)
+        # Only experts of later versions than transformers 5.17 can have one.
+        self.post_norm = module.post_expert_norm if getattr(module, "has_post_expert_norm", False) else None
         self.up, self.down = (self._packed(module, name) for name in self.names)
 
     def _plain(self, weight: Tensor) -> Tensor:
@@ -127,8 +129,8 @@ def _experts_forward(
             parts.append(linear(inner, packed.down[expert]))
             start += count
     out = torch.cat(parts)
-    if module.has_post_expert_norm:
-        out = module.post_expert_norm(out)
+    if packed.post_norm is not None:
+        out = packed.post_norm(out)
     out = out * top_k_weights.reshape(-1)[order, None]
     back = torch.empty_like(order)
     back[order] = torch.arange(len(order))

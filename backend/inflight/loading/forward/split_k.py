@@ -26,7 +26,7 @@ _TOLERANCE = 4  # of a product's relative error, in units of the dtype's roundin
 
 
 @torch.inference_mode()
-def split_linears(model: nn.Module, num_sms: int | None = None) -> Callable[[], None] | None:
+def split_linears(model: nn.Module, launch_pdl: bool = False, num_sms: int | None = None) -> Callable[[], None] | None:
     """Let the split-K kernel compute the linear layers of the decoder layers that leave a card's SMs idle.
 
     These are the output and down projections of the llama family, and other layers with few outputs unless they have
@@ -36,6 +36,7 @@ def split_linears(model: nn.Module, num_sms: int | None = None) -> Callable[[], 
 
     Args:
         model: of transformers, on its device.
+        launch_pdl: see `gpu_pdl.py`.
         num_sms: defaults to the card's; tests name another.
 
     Returns:
@@ -57,7 +58,7 @@ def split_linears(model: nn.Module, num_sms: int | None = None) -> Callable[[], 
     replaced: list[nn.Linear] = []
     for linear, split in found:
         kind = tuple(linear.weight.shape), linear.weight.dtype, linear.bias is None
-        forward = _forward(linear, split, workspace)
+        forward = _forward(linear, split, workspace, launch_pdl)
         if kind not in wrong:
             wrong[kind] = _wrong(forward, linear)
             if wrong[kind] is not None:
@@ -82,7 +83,7 @@ def _fits(linear: nn.Linear) -> bool:
     return weight.dtype in _DTYPES and linear.in_features % _ALIGNED == 0 and not is_merged
 
 
-def _forward(linear: nn.Linear, split: Split, workspace: Workspace) -> Callable[[Tensor], Tensor]:
+def _forward(linear: nn.Linear, split: Split, workspace: Workspace, launch_pdl: bool) -> Callable[[Tensor], Tensor]:
     """A replacement of the layer's `forward`."""
     from inflight.kernels.gpu.gpu_split_k import MAX_ROWS, split_k_linear  # needs the triton package
 
@@ -90,7 +91,7 @@ def _forward(linear: nn.Linear, split: Split, workspace: Workspace) -> Callable[
         rows = x.numel() // linear.in_features
         if not 1 <= rows <= MAX_ROWS or x.dtype != linear.weight.dtype:
             return F.linear(x, linear.weight, linear.bias)
-        out = split_k_linear(x.reshape(rows, -1), linear.weight, linear.bias, split, workspace)
+        out = split_k_linear(x.reshape(rows, -1), linear.weight, linear.bias, split, workspace, launch_pdl)
         return out.view(*x.shape[:-1], linear.out_features)
 
     return forward

@@ -22,8 +22,13 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorR
     rig.stop()
 
 
+def spare_pids(rig: SupervisorRig, count: int = 1) -> list[int]:
+    wait_for(lambda: len(rig.supervisor._launcher._spares) == count)
+    return [spare.pid for spare in rig.supervisor._launcher._spares]
+
+
 def spare_pid(rig: SupervisorRig) -> int:
-    return wait_for(lambda: rig.supervisor._launcher._spare).pid  # type: ignore[no-any-return]
+    return spare_pids(rig)[0]
 
 
 def test_the_spare_takes_over_and_another_waits_in_its_place(rig: SupervisorRig) -> None:
@@ -50,6 +55,25 @@ def test_a_spare_that_has_died_is_not_waited_for(rig: SupervisorRig) -> None:
     assert rig.supervisor.pid not in (None, old, spare)
 
 
+def test_while_a_request_may_kill_more_engines_two_spares_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "_SPARE_AFTER", 0.0)
+    rig = SupervisorRig(tmp_path / "control.json", spare_engine=True, engine_timeout=60).start()
+    rig.supervisor._watchdog.interval = 0.05
+    try:
+        first, old = spare_pid(rig), rig.supervisor.pid
+        assert old is not None
+        client = rig.open(orders="stop=1", max_tokens=3)
+        wait_for(lambda: client.responses)
+        os.kill(old, signal.SIGKILL)
+        spares = spare_pids(rig, 2)  # the replay has stopped its engine, so the search goes on
+        assert rig.supervisor.pid == first
+        os.kill(first, signal.SIGCONT)
+        assert tokens(client.wait()) == echo(PROMPT, 3)
+        assert spare_pid(rig) in spares
+    finally:
+        rig.stop()
+
+
 def test_the_spare_ends_with_the_supervisor(rig: SupervisorRig) -> None:
     spare = spare_pid(rig)
     rig.stop()
@@ -61,5 +85,5 @@ def test_without_the_option_there_is_none(tmp_path: Path, monkeypatch: pytest.Mo
     rig = SupervisorRig(tmp_path / "control.json", engine_timeout=0.4).start()
     checked = rig.supervisor._watchdog._checked
     wait_for(lambda: rig.supervisor._watchdog._checked > checked + 0.3)
-    assert rig.supervisor._launcher._spare is None
+    assert not rig.supervisor._launcher._spares
     rig.stop()

@@ -66,7 +66,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
 
 
 def state(pid: int) -> list[str]:
-    return [state for _, _, state in states_of(pid)]
+    return [entry.state for entry in states_of(pid)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -111,13 +111,13 @@ def test_its_own_no_is_no_sign(rig: Rig) -> None:
 
 def test_a_page_shows_the_state_while_it_is_open() -> None:
     page = RegistryEntry("one")
-    names = [name for name, _, _ in states_of(os.getpid())]
+    names = [entry.name for entry in states_of(os.getpid())]
     assert page.name in names
     page.set("draining")
     assert "draining" in state(os.getpid())
     page.close()
     page.set("drained")  # does nothing
-    assert page.name not in [name for name, _, _ in states_of(os.getpid())]
+    assert page.name not in [entry.name for entry in states_of(os.getpid())]
     assert list(states_of(2**22 + 1)) == []
 
 

@@ -109,6 +109,21 @@ def test_a_text_may_be_longer_than_the_context() -> None:
     assert "must be more than 63 tokens" in refused("tokenize", text_input="a" * 1_000_000)
 
 
+@pytest.mark.parametrize("limit", [2, 5, 6, 7, 60, -1])
+def test_a_truncated_prompt_is_that_of_a_request(limit: int) -> None:
+    """The demo's tokenizer adds a token before a text, which is kept, and which is not part of the text."""
+    chat = json.dumps([{"role": "user", "content": "one two three"}])
+    for inputs in ({"text_input": "one two three four five"}, {"messages": chat}, {"text_input": "a b " * 100}):
+        answer = ask("tokenize", {"truncate_prompt_tokens": str(limit)}, **inputs)
+        parser = RequestParser(EngineConfig(model="m"), TOKENIZER, ChatTemplate.load(str(CHECKPOINT)), MAX_LEN, 2560)
+        assert answer["tokens"] == parser.prompts.read(inputs, limit)[0]
+        kept = answer["tokens"][1:] if "text_input" in inputs else answer["tokens"]
+        assert answer["prompt"] == TOKENIZER.decode(kept, skip_special_tokens=False)
+    assert "truncate_prompt_tokens=0: must be 1 to 64" in refused(
+        "tokenize", {"truncate_prompt_tokens": "0"}, text_input="a"
+    )
+
+
 def test_no_tokens_are_no_error() -> None:
     assert ask("tokenize", {"add_special_tokens": False}, text_input="")["count"] == 0
     assert ask("detokenize", input_ids=[]) == {"prompt": ""}

@@ -1,0 +1,81 @@
+"""Headers of any response: `X-Request-Id`, and `X-Inflight-Warning` if a request was not done as it asked."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Literal
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+__all__ = ["REQUEST_ID", "WARNING", "Reason", "ResponseHeaders", "new_request_id", "warn", "warnings_of"]
+
+WARNING = "x-inflight-warning"
+Reason = Literal["unknown_key", "ignored", "max_tokens"]
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:~-]{1,128}")
+_CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+
+_MAX_WARNINGS, _MAX_CHARACTERS = 8, 300  # proxies limit the size of headers
+
+
+def warn(scope: Scope, reason: Reason, message: str) -> None:
+    """Tell the caller, in the header of the response, that something was not done as requested.
+
+    Args:
+        scope: of the request, whose response has not begun.
+        reason: a label of the metric.
+        message: any text.
+    """
+    scope.setdefault("inflight_warnings", []).append((reason, message))
+
+
+def warnings_of(scope: Scope) -> list[tuple[Reason, str]]:
+    """The warnings so far."""
+    found: list[tuple[Reason, str]] = scope.get("inflight_warnings", [])
+    return found
+
+
+def _warning_header(scope: Scope) -> list[tuple[bytes, bytes]]:
+    messages = [message for _, message in warnings_of(scope)]
+    if not messages:
+        return []
+    shown = [message[:_MAX_CHARACTERS] for message in messages[:_MAX_WARNINGS]]
+    if len(messages) > _MAX_WARNINGS:
+        shown.append(f"and {len(messages) - _MAX_WARNINGS} more")
+    text = "; ".join(shown).encode("ascii", "backslashreplace")
+    return [(WARNING.encode(), _CONTROL.sub(b" ", text))]
+
+
+def new_request_id() -> str:
+    """A random id."""
+    return uuid.uuid4().hex
+
+
+class ResponseHeaders:
+    """The outermost ASGI middleware.  It sets `scope["request_id"]`, and adds both headers when the response begins.
+
+    The id is that of the header `X-Request-Id` if it is valid, else a random one; an endpoint can set another.
+
+    Args:
+        app: the wrapped application.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        scope["request_id"] = given if REQUEST_ID.fullmatch(given) else new_request_id()
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                own = (b"x-request-id", scope["request_id"].encode())
+                message["headers"] = [*message["headers"], own, *_warning_header(scope)]
+            await send(message)
+
+        await self._app(scope, receive, sending)

@@ -1,0 +1,130 @@
+"""Kernels in the Triton language on an emulated card: the interpreter runs them when the stream comes to them.
+
+A launch checks what a GPU checks: arguments on the card, the size of the grid, that nothing is compiled during a
+capture.  A load or store outside of the memory of the launch's tensors is an illegal access.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+from triton.runtime import interpreter
+
+from emulated_card.memory import Allocation
+from emulated_card.tensors import CudaTensor
+
+if TYPE_CHECKING:
+    from emulated_card.card import Card
+
+__all__ = ["CheckedAccess", "launch_kernel"]
+
+_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_ALIGNMENT = 16  # the compiler takes pointers and integers that are multiples of it for a kind of their own
+
+
+def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, warmup: bool) -> None:
+    """`kernel[grid](*args, **kwargs)`"""
+    names = dict(zip(kernel.arg_names, args)) | kwargs
+    executor = interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, None, kernel.pre_run_hooks)
+    _compile(card, kernel, names, executor.constexprs)
+    if warmup:
+        return
+    sizes = tuple(grid(names) if callable(grid) else grid)
+    if any(size > limit for size, limit in zip(sizes, _GRID_LIMITS)):
+        raise RuntimeError(f"Triton Error [CUDA]: invalid argument (a grid of {sizes} for {kernel.__name__})")
+    if not math.prod(sizes):
+        return
+    used: list[Allocation] = []
+    reachable: list[Tensor] = []
+
+    def on_card(position: int, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, CudaTensor):
+            if value.memory is not None:
+                used.append(value.memory)
+            reachable.append(value.inner)
+            return value.inner
+        if value.device.type == "cpu" and value in card.pinned:
+            reachable.append(value)
+            return value
+        raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
+
+    inner_args = [on_card(i, value) for i, value in enumerate(args)]
+    inner_kwargs = {key: on_card(len(args) + i, value) for i, (key, value) in enumerate(kwargs.items())}
+    executor.grid = sizes
+    # The arguments are on the host already, and each call would copy whole pools to themselves.
+    executor._init_args_hst = lambda args, kwargs: (args, kwargs)
+    executor._restore_args_dev = lambda *args: None
+    ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in reachable]
+
+    def run() -> None:
+        card.access.ranges = ranges
+        try:
+            executor(*inner_args, **inner_kwargs)
+        finally:
+            card.access.ranges = []
+
+    card.launch(run, used)
+
+
+def _compile(card: Card, kernel: Any, names: dict[str, Any], constants: list[str]) -> None:
+    """The first launch with arguments of some kinds; loading its code is forbidden in a capture."""
+    key = tuple((name, value if name in constants else _kind(value)) for name, value in names.items())
+    known = card.compiled.setdefault(kernel, {})
+    if key not in known:
+        card.forbid_in_capture(f"compiling the kernel {kernel.__name__}")
+        known[key] = True
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return "int", value == 1, value % _ALIGNMENT == 0, -(2**31) <= value < 2**31
+    return type(value)
+
+
+class CheckedAccess:
+    """Takes the place of the interpreter's memory accesses.
+
+    Attributes:
+        ranges: address and bytes of the memory that the running kernel has pointers to; empty: it is not the card's.
+    """
+
+    def __init__(self, real: Any) -> None:
+        self._real = real
+        self.ranges: list[tuple[int, int]] = []
+
+    def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
+        self._check(ptrs, mask, np.dtype(dtype).itemsize, "read")
+        return self._real.load(ptrs, mask, other, dtype)
+
+    def store(self, ptrs: Any, value: Any, mask: Any) -> Any:
+        self._check(ptrs, mask, value.dtype.itemsize, "write")
+        return self._real.store(ptrs, value, mask)
+
+    def atomic_rmw(self, operation: Any, ptrs: Any, value: Any, mask: Any, sem: Any) -> Any:
+        self._check(ptrs, mask, value.dtype.itemsize, "update")
+        return self._real.atomic_rmw(operation, ptrs, value, mask, sem)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def _check(self, ptrs: Any, mask: Any, size: int, what: str) -> None:
+        if not self.ranges:
+            return
+        used = ptrs[np.broadcast_to(mask, ptrs.shape).astype(bool)]
+        if not used.size:
+            return
+        low, high = int(used.min()), int(used.max()) + size
+        if any(start <= low and high <= start + length for start, length in self.ranges):
+            return
+        fits = np.zeros(used.shape, dtype=bool)
+        for start, length in self.ranges:
+            fits |= (used >= start) & (used + size <= start + length)
+        if not fits.all():
+            raise RuntimeError(f"an illegal memory access: a kernel wants to {what} at {int(used[~fits][0]):#x}")
