@@ -18,12 +18,14 @@ class KernelConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         varlen_attention: steps of whole prompts by torch's `varlen_attn` (FlashAttention-2).
         fused_experts: the experts of a mixture by kernels of four launches a layer; those of checkpoints in MXFP4 stay
             in four bits.
+        block_fp8: checkpoints in fp8 with a scale per block keep them, and their inputs stay in 16 bits.
     """
 
     split_k: bool = False
     launch_pdl: bool = False
     varlen_attention: bool = False
     fused_experts: bool = False
+    block_fp8: bool = False
 
     @property
     def switches(self) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["SCHEMES", "compress", "compressed_tensors"]
+__all__ = ["SCHEMES", "compress", "compress_blocks", "compressed_tensors"]
 
 E4M3 = torch.float8_e4m3fn
 LINEAR = re.compile(r"\.layers\.\d+\..*\.(\w+_proj|fc\d|dense)\.weight$")
@@ -55,18 +55,18 @@ def per_channel(weight: Tensor) -> Tensor:
     return weight.abs().amax(1, keepdim=True) / 448
 
 
-def per_block(weight: Tensor) -> Tensor:
-    """One for each 16 x 16 elements, also of blocks that the edge cuts."""
-    rows, columns = (-(-n // 16) for n in weight.shape)
-    padded = torch.zeros(rows * 16, columns * 16)
+def per_block(weight: Tensor, size: int = 16) -> Tensor:
+    """One for each size x size elements, also of blocks that the edge cuts."""
+    rows, columns = (-(-n // size) for n in weight.shape)
+    padded = torch.zeros(rows * size, columns * size)
     padded[: weight.shape[0], : weight.shape[1]] = weight.abs()
-    return padded.view(rows, 16, columns, 16).amax((1, 3)) / 448
+    return padded.view(rows, size, columns, size).amax((1, 3)) / 448
 
 
-def spread(scale: Tensor, weight: Tensor) -> Tensor:
+def spread(scale: Tensor, weight: Tensor, size: int = 16) -> Tensor:
     """The scale of each element."""
     if scale.dim() == 2 and scale.shape[1] > 1:
-        scale = scale.repeat_interleave(16, 0).repeat_interleave(16, 1)[: weight.shape[0], : weight.shape[1]]
+        scale = scale.repeat_interleave(size, 0).repeat_interleave(size, 1)[: weight.shape[0], : weight.shape[1]]
     return scale
 
 
@@ -123,3 +123,20 @@ def compress(path: str, scheme: str) -> dict[str, Tensor]:
 def set_quantization(path: str, quantization: dict[str, Any]) -> None:
     config = Path(path) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"quantization_config": quantization}))
+
+
+def compress_blocks(path: str, size: int = 128) -> dict[str, Tensor]:
+    """As `compress`, in DeepSeek's format with blocks of size x size; of layers with several blocks a row."""
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    actual: dict[str, Tensor] = {}
+    for name in [name for name in tensors if LINEAR.search(name)]:
+        weight = tensors[name].float()
+        scale = per_block(weight, size)
+        whole = spread(scale, weight, size)
+        tensors[name] = (weight / whole).clamp(-448, 448).to(E4M3)
+        tensors[f"{name}_scale_inv"] = scale
+        actual[name] = tensors[name].float() * whole
+    save_file(tensors, file, metadata={"format": "pt"})
+    set_quantization(path, SCHEMES["DeepSeek"][0] | {"weight_block_size": [size, size]})
+    return actual

@@ -23,6 +23,7 @@ from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
 from inflight.kernels.gpu.gpu_varlen import VarlenAttention
 from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
+from inflight.ops.block_fp8 import BlockFp8Ops
 from inflight.ops.experts import ExpertOps
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
@@ -31,7 +32,7 @@ from inflight.sampling.reference_sampling import ReferenceSampling
 if TYPE_CHECKING:
     from inflight.kernel_config import KernelConfig
 
-__all__ = ["check_switches", "select_attention", "select_experts", "select_ops", "select_sampling"]
+__all__ = ["check_switches", "select_attention", "select_block_fp8", "select_experts", "select_ops", "select_sampling"]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -153,6 +154,13 @@ def select_ops(device: torch.device, launch_pdl: bool = False) -> FusedOps:
 
         return GpuOps(launch_pdl)
     return ReferenceOps()
+
+
+def select_block_fp8() -> BlockFp8Ops:
+    """The kernel of block-scaled fp8 weights, where `check_switches` has found that it can run."""
+    from inflight.kernels.gpu.gpu_block_fp8 import GpuBlockFp8  # needs the triton package
+
+    return GpuBlockFp8()
 
 
 def select_experts() -> ExpertOps:

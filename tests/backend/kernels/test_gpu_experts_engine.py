@@ -158,6 +158,12 @@ def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: py
     assert "run through transformers: no such instruction" in caplog.text
 
 
+def test_a_gate_of_another_kind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = make_checkpoint("qwen3_moe", tmp_path, hidden_act="gelu")
+    assert not by_kernels(loaded(path, dtype="float32", **FUSED))
+    assert "run through transformers: Qwen3MoeExperts has a gate of its own" in caplog.text
+
+
 def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """llama4's do not implement transformers' interface; llama has none."""
     caplog.set_level(logging.INFO)

@@ -80,7 +80,7 @@ def _mxfp4_tile(words, scales, DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK
     numbers = tl.join(low, high).reshape(BLOCK_N, BLOCK_K)
     powers = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True).to(DTYPE)  # code 0, which is 2^-127, becomes 0
     powers = tl.broadcast_to(powers[:, :, None], (BLOCK_N, BLOCK_K // 32, 32)).reshape(BLOCK_N, BLOCK_K)
-    return numbers * tl.full((1, 1), FACTOR, DTYPE) * powers
+    return numbers * tl.full((1, 1), FACTOR, tl.float32).to(DTYPE) * powers
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 
 __all__ = ["InFloat32", "can_run_in_float32"]
@@ -37,7 +38,7 @@ def _widened(value: Any) -> Any:
 
 def can_run_in_float32(model: nn.Module) -> bool:
     """Whether all weights are plain numbers, or in fp8; others are read by kernels with dtypes of their own."""
-    parts = [module for module in model.modules() if not isinstance(module, Fp8Linear)]
+    parts = [module for module in model.modules() if not isinstance(module, Fp8Linear | BlockFp8Linear)]
     tensors = (x for part in parts for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
     floats = [x for x in tensors if x.is_floating_point()]
     return all(p.dtype in (torch.float32, *_HALF) for p in floats) and any(p.dtype in _HALF for p in floats)

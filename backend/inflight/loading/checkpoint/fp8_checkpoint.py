@@ -4,6 +4,7 @@ Weights are e4m3 with a scale per tensor, per output channel, or per block; actu
 transformers reads them as plain numbers, which loses nothing: every dtype that a model can have contains all of e4m3.
 The scales are read here.  On a GPU with fp8 products the layers become `Fp8Linear`s with the same weights (those with a
 scale per block are rounded once more, to a scale per channel); elsewhere the weights are multiplied by their scales.
+With `kernel_config.block_fp8`, those with a scale per block become `BlockFp8Linear`s, which keep both as they are.
 
 Inputs are always quantised row by row: scales for inputs in the checkpoint are coarser, and not used.
 
@@ -25,12 +26,13 @@ from torch import Tensor, nn
 from transformers.utils import logging as transformers_logging
 
 from inflight.config import EngineConfig
-from inflight.kernels.registry import select_ops
+from inflight.kernels.registry import select_block_fp8, select_ops
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import TensorFiles
 from inflight.loading.checkpoint.weights import pretrained
 from inflight.loading.load_errors import LoadError
 from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear, stays_in_blocks, verify
 from inflight.loading.quantization.fp8_linear import Fp8Linear, replace_linears
 from inflight.ops.base import FusedOps, QuantizedRows
 
@@ -73,7 +75,10 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
     why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
     blocks = fp8_scheme.block_size(values)
     place = _Placement(files, scales, blocks, device, select_ops(device) if why is None else None)
-    if why is None:
+    if stays_in_blocks(config, blocks, dtype):
+        names = [name for name in scales if BlockFp8Linear.fits(model.get_submodule(name))]  # type: ignore[arg-type]
+        replace_linears(model, names, place.in_blocks)
+    elif why is None:
         names = [name for name in scales if fp8_linear.fits(model.get_submodule(name))]  # type: ignore[arg-type]
         replace_linears(model, names, place.in_fp8)
     else:
@@ -146,6 +151,7 @@ class _Placement:
         self._blocks = blocks
         self._device = device
         self._ops = ops
+        self._verified: set[tuple[int, ...]] = set()
 
     def in_fp8(self, linear: nn.Linear, name: str) -> Fp8Linear:
         assert self._ops is not None
@@ -157,6 +163,25 @@ class _Placement:
         else:
             rows = self._ops.quantize_rows(weight.float() * self._whole(scale, linear).to(self._device))
         return Fp8Linear.in_place_of(linear, rows, self._ops)
+
+    def in_blocks(self, linear: nn.Linear, name: str) -> BlockFp8Linear | nn.Linear:
+        """The layer with the checkpoint's own scales; dequantised if it has one scale, or one per output."""
+        scale = self._scale(linear, name)
+        assert self._blocks is not None
+        rows, columns = self._blocks
+        if scale.shape != (-(-linear.out_features // rows), -(-linear.in_features // columns)):
+            self.dequantise(linear, name)
+            return linear.to(self._device)
+        weight = linear.weight.data.to(self._device).to(torch.float8_e4m3fn)
+        if bool(weight.float().isnan().any()):  # the kernel has no NaN
+            raise LoadError(f"{name}.weight has numbers that are not a number; download the checkpoint again")
+        bias = None if linear.bias is None else linear.bias.data.to(self._device)
+        scale, dtype = scale.to(self._device).contiguous(), linear.weight.dtype
+        made = BlockFp8Linear(weight, scale, (rows, columns), bias, dtype, select_block_fp8())
+        if (size := tuple(weight.shape)) not in self._verified:
+            self._verified.add(size)
+            verify(made, name)
+        return made
 
     def dequantise(self, linear: nn.Linear, name: str) -> None:
         """In place; rounds once, to the weight's dtype."""

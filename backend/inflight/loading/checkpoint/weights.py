@@ -25,6 +25,7 @@ from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
 from inflight.loading.quantization.mxfp4_experts import stays_packed
 from inflight.loading.quantization.schemes import scheme_of
 
@@ -70,8 +71,9 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
 
 def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes that weights take less in fp8 than in `dtype`: those stored so, or quantised on the way to `device`."""
-    stays = fp8_linear.unsupported(device, dtype) is None
-    if not stays or fp8_scheme.unquantised_inputs(fp8_scheme.quantization(hf_config) or {}) is not None:
+    values = fp8_scheme.quantization(hf_config) or {}
+    why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
+    if why is not None and not stays_in_blocks(config, fp8_scheme.block_size(values), dtype):
         return 0
     sizes = [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]
     if sizes:

@@ -23,6 +23,7 @@ from inflight.ops.base import FusedOps, QuantizedRows
 
 __all__ = [
     "Fp8Linear",
+    "concatenated",
     "decoder_linears",
     "fits",
     "product",
@@ -105,8 +106,8 @@ class Fp8Linear(nn.Module):
         first = parts[0]
         if len({(part.dtype, part.in_features, part.bias is None) for part in parts}) > 1:
             raise ValueError("the layers differ in dtype, in the size of their input, or in whether they have a bias")
-        bias = None if first.bias is None else _concatenated(parts, "bias")
-        weight, scale = _concatenated(parts, "weight"), _concatenated(parts, "weight_scale")
+        bias = None if first.bias is None else concatenated(parts, "bias")
+        weight, scale = concatenated(parts, "weight"), concatenated(parts, "weight_scale")
         return cls(weight, scale, bias, first.dtype, first._ops)
 
     def forward(self, x: Tensor | QuantizedRows) -> Tensor:
@@ -185,7 +186,7 @@ def replace_linears(model: nn.Module, names: Iterable[str], make: Callable[[nn.L
     _log.info("%d linear layers of %s are in fp8", count, type(model).__name__)
 
 
-def _concatenated(parts: Sequence[Fp8Linear], name: str) -> Tensor:
+def concatenated(parts: Sequence[nn.Module], name: str) -> Tensor:
     """The parts' tensors of this name, side by side; each becomes a view of the result."""
     tensors = [part.get_buffer(name) for part in parts]
     if len(tensors) == 1:

@@ -10,17 +10,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from inflight.loading.load_errors import NotRecognised
+from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.ops.base import QuantizedRows
 
 __all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
 
-Linear = nn.Linear | Fp8Linear
+Linear = nn.Linear | Fp8Linear | BlockFp8Linear
 
 
 def is_linear(module: object) -> bool:
     """Whether it computes what its class does; subclasses may add to it."""
-    return type(module) in (nn.Linear, Fp8Linear)
+    return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear)
 
 
 def takes_quantized(linear: Linear) -> bool:
@@ -31,7 +32,7 @@ def takes_quantized(linear: Linear) -> bool:
 def result_like(linear: Linear) -> Tensor:
     """An empty tensor on the layer's device, in the dtype of its inputs and results."""
     weight = linear.weight
-    return weight.new_empty(0, dtype=linear.dtype if isinstance(linear, Fp8Linear) else weight.dtype)
+    return weight.new_empty(0, dtype=weight.dtype if isinstance(linear, nn.Linear) else linear.dtype)
 
 
 @dataclass
@@ -40,18 +41,21 @@ class Projection:
 
     Attributes:
         weight, bias: those of all layers, once they are merged and if they are plain.
-        fp8: all layers in one, once they are merged and if they are in fp8.
+        fp8, block_fp8: all layers in one, once they are merged and if they are in fp8.
     """
 
     linears: Sequence[Linear]
     weight: Tensor | None = None
     bias: Tensor | None = None
     fp8: Fp8Linear | None = None
+    block_fp8: BlockFp8Linear | None = None
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
         if self.fp8 is not None:
             return self.fp8(x)
+        if isinstance(x, Tensor) and self.block_fp8 is not None:
+            return self.block_fp8(x)
         if isinstance(x, Tensor) and self.weight is not None:
             return F.linear(x, self.weight, self.bias)
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
@@ -77,8 +81,18 @@ class Projection:
         if isinstance(first, Fp8Linear):
             self.fp8 = first if len(self.linears) == 1 else Fp8Linear.merged(self.linears)  # type: ignore[arg-type]
             return
+        if isinstance(first, BlockFp8Linear):
+            self._merge_blocks(self.linears)  # type: ignore[arg-type]
+            return
         self.weight = _merged([linear.weight for linear in self.linears])
         self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])  # type: ignore[misc]
+
+    def _merge_blocks(self, linears: Sequence[BlockFp8Linear]) -> None:
+        """Layers with blocks that would span two of them stay single."""
+        if len(linears) == 1:
+            self.block_fp8 = linears[0]
+        elif not any(linear.out_features % linear.block[0] for linear in linears[:-1]):
+            self.block_fp8 = BlockFp8Linear.merged(linears)
 
 
 def _merged(parts: list[Tensor]) -> Tensor:
