@@ -57,16 +57,20 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "phimoe": dict(num_local_experts=4, num_experts_per_tok=2, rope_theta=1e4, sliding_window=20, pad_token_id=0),
     "gpt_oss": dict(**_MOE, head_dim=16, sliding_window=16, pad_token_id=0),
 }
+# Others, for a test of their own.
+FURTHER: dict[str, dict[str, Any]] = {
+    "modernbert-decoder": dict(local_attention=16, pad_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0),
+}
 
 
 @torch.no_grad()
-def make_checkpoint(model_type: str, folder: Path, **changes: Any) -> str:
+def make_checkpoint(model_type: str, folder: Path, seed: int = 1234, **changes: Any) -> str:
     """Write a float32 checkpoint of `model_type` under `folder`; returns its directory."""
-    values = {**_COMMON, **ARCHITECTURES[model_type], **changes}
+    values = {**_COMMON, **{**ARCHITECTURES, **FURTHER}[model_type], **changes}
     if model_type in ("gpt2", "opt"):
         values.pop("intermediate_size")
     config = AutoConfig.for_model(model_type, **values)
-    generator = torch.Generator().manual_seed(1234)
+    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -77,6 +77,14 @@ class ForwardPass:
 
 
 def _decoder_of(model: Any) -> Any:
-    """The module whose output the head takes, as far as the model tells; None if it has none."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
-    return getattr(model, "model", None) if decoder is model else decoder
+    """The module whose output the head takes; None if none is found.
+
+    It embeds the tokens: what a model names as its decoder can also be the model itself, or its head.
+    """
+    if not hasattr(model, "get_decoder"):
+        return None
+    embedding = model.get_input_embeddings()
+    for found in (model.get_decoder(), getattr(model, "model", None)):
+        if found is not None and found is not model and any(part is embedding for part in found.modules()):
+            return found
+    return None

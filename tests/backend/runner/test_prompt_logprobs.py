@@ -24,7 +24,7 @@ def entries_of(deltas: dict[tuple[int, int], list[SequenceDelta]]) -> list[list[
     return [[entry for delta in of_one for entry in delta.prompt_logprobs or ()] for of_one in deltas.values()]
 
 
-@pytest.mark.parametrize("model_type", ARCHITECTURES)
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "modernbert-decoder"])
 def test_chunks_of_logits_change_no_entry(model_type: str, tmp_path: Path, sizes: list[int]) -> None:
     """Requests with and without them in one batch, in chunks of the prompt, with as many top entries as they ask."""
     rng = random.Random(1)
@@ -85,6 +85,9 @@ class _Detour(nn.Module):
         self.decoder = nn.Identity()
 
     def get_decoder(self) -> nn.Module:
+        return self.decoder
+
+    def get_input_embeddings(self) -> nn.Module:
         return self.decoder
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool, logits_to_keep: Tensor) -> Any:
