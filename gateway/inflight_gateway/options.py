@@ -35,6 +35,8 @@ class GatewayOptions:
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
+        reconnect_timeout: maximum seconds that a request, or an open stream, waits for a Triton that cannot be reached;
+            0: it does not wait.
         max_n: choices of one prompt.
         max_open_requests: maximum number of generating requests per process; more are refused with 429.
         max_connections: maximum number of connections per process; a new one closes the one that has waited longest
@@ -70,6 +72,7 @@ class GatewayOptions:
     max_open_requests: int = 1024
     max_connections: int = 4096
     header_timeout: float = 20.0
+    reconnect_timeout: float = 60.0
     request_timeout: float | None = 600.0
     keep_alive_seconds: float = 15.0
     strict: bool = False
@@ -101,6 +104,8 @@ class GatewayOptions:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")
+        if not self.reconnect_timeout >= 0:
+            raise ValueError(f"reconnect_timeout={self.reconnect_timeout}: must be at least 0 seconds")
         if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
             raise ValueError(
                 f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
