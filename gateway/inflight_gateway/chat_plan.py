@@ -170,6 +170,8 @@ def _with_tools(body: ChatBody) -> ChatBody:
     """The body with tools in the place of functions."""
     body = msgspec.structs.replace(body, messages=messages_with_tools(body.messages))
     if body.functions is None:
+        if body.function_call not in (None, "auto", "none"):
+            raise invalid("function_call: there are no functions; give some in functions", "function_call")
         return body
     if body.tools is not None:
         raise invalid("functions: give it or tools, not both", "functions")

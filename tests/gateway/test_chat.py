@@ -86,6 +86,7 @@ async def test_what_is_wrong_is_named(start):
         ({"messages": [{"role": "tool", "content": "5"}]}, r"messages\[0\].tool_call_id"),
         ({"audio": {"voice": "x"}}, "audio is not supported"),
         ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions: give it or tools"),
+        ({"function_call": {"name": "f"}, "tools": TOOLS}, "function_call: there are no functions"),
         ({"functions": {"name": "f"}}, "functions: a list of objects"),
         ({"functions": [{"name": "f"}], "function_call": "always"}, "function_call: auto, none"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported"),

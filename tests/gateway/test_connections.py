@@ -53,6 +53,15 @@ async def test_a_request_has_no_header_timeout(start):
     writer.close()
 
 
+async def test_pipelined_requests_are_answered_before_the_connection_is_idle(start, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    front = await start(lambda request: [0.2, *text("a")], header_timeout=0.1, max_connections=1)
+    reader, writer = await connect(front, (HEAD + BODY) * 3)
+    answers = await reader.read()  # to the end: then it has been idle
+    assert answers.count(b"HTTP/1.1 200") == 3
+    writer.close()
+
+
 async def test_an_idle_connection_is_closed(start, monkeypatch):
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
     front = await start(ok, header_timeout=LONG)
