@@ -18,7 +18,7 @@ from msgspec import Meta
 
 from inflight.kernel_config import KernelConfig
 from inflight.speculative import SpeculativeConfig
-from inflight.vllm_options import translated
+from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
 
 __all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
@@ -187,7 +187,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
             every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
             than a few percent of its cores; then the responses of a stream are up to 0.1 s or 8 tokens apart, as the
-            number of streams and the measured cost of a response demand. See docs/latency.md.
+            number of streams and the measured cost of a response demand. See docs/latency.md.  The default is 1 for an
+            entry of vllm_backend: one with `backend: "vllm"`, or with options that only vLLM has.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
             checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for
@@ -408,8 +409,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{source}: {got}{str(error).split(' - at ')[0]}{allowed}") from None
 
     @classmethod
-    def from_file(cls, path: str | Path) -> EngineConfig:
-        """Read a `model.json`.
+    def from_file(cls, path: str | Path, backend: str = "") -> EngineConfig:
+        """Read a `model.json`, of an entry that names `backend` in `config.pbtxt`.
 
         A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory next to the file means
         that directory, so a repository entry can contain its checkpoint.
@@ -426,6 +427,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits
             raise ConfigError(f"{path}: not valid JSON: {error}") from None
+        if backend == BACKEND and isinstance(values, dict):
+            values = {**STREAM_INTERVAL, **values}
         config = cls.from_dict(values, source=str(path))
         beside: dict[str, Any] = {
             key: str((path.parent / value).resolve())

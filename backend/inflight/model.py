@@ -69,7 +69,8 @@ class TritonPythonModel:
         bridge.check_numpy()
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
-        config = EngineConfig.from_file(model_dir / "model.json")
+        bridge.name_log(model_config["backend"])
+        config = EngineConfig.from_file(model_dir / "model.json", model_config["backend"])
         check_model_json_trust(config, model_dir, args["model_name"])
         config, env = placement(
             config,

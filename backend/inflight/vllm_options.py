@@ -11,9 +11,13 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["translated"]
+__all__ = ["BACKEND", "STREAM_INTERVAL", "translated"]
 
 _log = logging.getLogger(__name__)
+
+BACKEND = "vllm"  # the name under which Triton's folder of backends has vllm_backend
+# Its clients compare one token a response, unless the entry sets another number.
+STREAM_INTERVAL = {"stream_interval": 1}
 
 _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
@@ -77,10 +81,13 @@ _WITHOUT_EFFECT = {
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     """The same options under this engine's names and in its spelling; a log line names those without effect.
 
+    Options that only vLLM has show an entry for vllm_backend, which gets `STREAM_INTERVAL`.
+
     Raises:
         ValueError: an option asks for something that the engine does not do, or is given under two names.
     """
-    found: dict[str, Any] = {}
+    is_vllms = any(key in _RENAMED or key in _FIXED or key in _WITHOUT_EFFECT for key in values)
+    found: dict[str, Any] = dict(STREAM_INTERVAL) if is_vllms else {}
     ignored = sorted(_WITHOUT_EFFECT.intersection(values))
     if ignored:
         _log.warning("no effect in this engine: %s", ", ".join(ignored))

@@ -30,6 +30,8 @@ class RetryPolicy:
             `max_attempts`.
         max_retry_after: seconds; a server that asks for more ends the request.
         resume: continue interrupted streams; None: if the client has several servers.
+        outage_timeout: seconds during which a request waits for a server, from its first failed attempt since the last
+            response; in the place of both numbers of attempts.  None: attempts are counted.
         stall_timeout: seconds without a response after which a stream that can be continued counts as interrupted;
             before its first output, only if the model is not ready or does not answer.  None: never.
     """
@@ -44,6 +46,7 @@ class RetryPolicy:
     max_refusals: int | None = None
     max_retry_after: float = 60.0
     resume: bool | None = None
+    outage_timeout: float | None = None
     stall_timeout: float | None = 30.0
 
     def __post_init__(self) -> None:
@@ -57,26 +60,30 @@ class RetryPolicy:
             "total_timeout": (self.total_timeout is None or self.total_timeout >= 0, "at least 0 seconds, or None"),
             "max_refusals": (self.max_refusals is None or self.max_refusals >= 1, "at least 1, or None"),
             "max_retry_after": (self.max_retry_after >= 0, "at least 0 seconds"),
+            "outage_timeout": (self.outage_timeout is None or self.outage_timeout >= 0, "at least 0 seconds, or None"),
             "stall_timeout": (self.stall_timeout is None or self.stall_timeout > 0, "above 0 seconds, or None"),
         }
         for name, (valid, allowed) in checks.items():
             if not valid:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be {allowed}")
 
-    def delay(self, failures: int, elapsed: float, received: bool = False) -> float | None:
+    def delay(self, failures: int, elapsed: float, received: bool = False, outage: float = 0.0) -> float | None:
         """Seconds to wait after the `failures`-th failed attempt (from 1); None if no attempt is left.
 
         Args:
             elapsed: seconds since the first attempt started.
             received: output has arrived.
+            outage: seconds since the first failure after the last response.
         """
         resumed = self.resume_attempts if received else None
-        if failures >= (resumed or self.max_attempts):
+        if self.outage_timeout is None and failures >= (resumed or self.max_attempts):
             return None
         # The limit keeps multiplier**k within the range of floats.
         growth = self.multiplier ** min(failures - 1, 64)
         longest = min(self.max_delay, self.initial_delay * growth)
         delay = longest * (1 - self.jitter * random.random())
         if self.total_timeout is not None and elapsed + delay > self.total_timeout:
+            return None
+        if self.outage_timeout is not None and outage + delay > self.outage_timeout:
             return None
         return delay

@@ -72,6 +72,7 @@ class _Exchange:
         self._index = 0
         self._in_flight: list[int] = []  # the server that counts this attempt; the thread that pops it reports the end
         self._answered = False
+        self._failing_since: float | None = None  # `_elapsed`, at the first failure after a response
         self._ended = False
         self._cancelled = False
         self._waiting_since: float | None = None  # `time.monotonic()`, while a response is awaited
@@ -132,6 +133,7 @@ class _Exchange:
             self._ended, self._total = True, self._elapsed()
 
     def _take(self, columns: Columns) -> StreamChunk | None:
+        self._failing_since = None
         if not self._answered:
             self._answered = True
             self._servers.endpoints.answered(self._index)
@@ -184,7 +186,10 @@ class _Exchange:
         elif self._policy.max_refusals is not None and self._refusals >= self._policy.max_refusals:
             return None
         elapsed, asked = self._elapsed(), self._servers.endpoints.asked_wait()
-        delay = self._policy.delay(self._attempts, elapsed, self._continuation.received)
+        if self._failing_since is None:
+            self._failing_since = elapsed
+        outage = elapsed - self._failing_since
+        delay = self._policy.delay(self._attempts, elapsed, self._continuation.received, outage)
         if delay is None or asked > self._policy.max_retry_after:
             return None
         delay = max(delay, asked)

@@ -18,6 +18,7 @@ from inflight_gateway.bodies import Body
 from inflight_gateway.chat import chat_completions
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody, completions
+from inflight_gateway.connections import STATE, Connections
 from inflight_gateway.errors import APIError, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
@@ -90,8 +91,8 @@ def build_app(
     shared = gateway or Gateway(options)
 
     @contextlib.asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        yield
+    async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Connections]]:
+        yield {STATE: Connections(options.max_connections, options.header_timeout)}
         await shared.close()
         on_stop()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import difflib
 import re
 from collections.abc import Collection
@@ -14,6 +13,7 @@ from starlette.types import Scope
 
 from inflight_client.request import SamplingOptions
 from inflight_gateway.errors import APIError, invalid
+from inflight_gateway.gateway import Gateway
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import warn
 from inflight_gateway.translations import Translation
@@ -119,34 +119,16 @@ def sampling_options(body: SamplingBody) -> dict[str, Any]:
     return options
 
 
-async def read_body(http: Request, kind: type[_BodyT], options: GatewayOptions) -> _BodyT:
+async def read_body(http: Request, kind: type[_BodyT], gateway: Gateway) -> _BodyT:
     """Read and check the body of a request.
 
     Keys that are null count as not given.  Numbers and booleans can be strings, and whole numbers can have a fraction
     of zero.  A warning names unknown keys; with `strict` they are refused.
 
     Raises:
-        APIError: 413 beyond `max_body_bytes`, else 400: not JSON, too deep, an unsupported key, a wrong type.
+        APIError: as `BodyReader.read`, or 400: not JSON, too deep, an unsupported key, a wrong type.
     """
-    return parse_body(await _read(http, options), kind, options, http.scope)
-
-
-async def _read(http: Request, options: GatewayOptions) -> bytes:
-    try:
-        return await asyncio.wait_for(_collect(http, options.max_body_bytes), options.body_timeout)
-    except asyncio.TimeoutError:
-        seconds = f"{options.body_timeout:g} s"
-        raise APIError(408, f"the body did not arrive within {seconds} (body_timeout)", code="body_timeout") from None
-
-
-async def _collect(http: Request, limit: int) -> bytes:
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > limit:
-            raise APIError(413, f"the body has more than {limit} bytes; at most {limit} are allowed (max_body_bytes)")
-        parts.append(part)
-    return b"".join(parts)
+    return parse_body(await gateway.bodies.read(http), kind, gateway.options, http.scope)
 
 
 def parse_body(raw: bytes, kind: type[_BodyT], options: GatewayOptions, scope: Scope) -> _BodyT:

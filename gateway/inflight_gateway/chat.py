@@ -27,7 +27,7 @@ __all__ = ["chat_completions"]
 async def chat_completions(http: Request) -> Response:
     """Answer a chat."""
     gateway = gateway_of(http)
-    body = await read_body(http, ChatBody, gateway.options)
+    body = await read_body(http, ChatBody, gateway)
     model = await gateway.upstream.resolve(body.model)
     plan = await plan_chat(gateway, http, model, body)
     request_id = request_id_of(http, body)

@@ -14,6 +14,7 @@ from inflight_gateway.arguments import base_arguments
 from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody
 from inflight_gateway.chat_messages import template_messages, unusual_roles
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
+from inflight_gateway.default_tools import DEFAULT_FORMAT, takes_system_messages, with_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.legacy_functions import messages_with_tools, tool_choice_of, tools_of
@@ -143,14 +144,14 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
         )
     _check(body)
     body = _with_tools(body)
-    tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, _tool_format(gateway, model))
+    format = _tool_format(gateway, model)
+    tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, format or DEFAULT_FORMAT)
     tags, opened = await _reasoning(gateway, model, body)
     arguments = base_arguments(gateway, http, model, body)
     limit = _limit(body, model)
     arguments["max_tokens"] = limit.longest(model) if limit.tokens is None else limit.tokens  # as in OpenAI's API
     arguments |= _logprobs(body) | _template(body)
-    if tools is not None:
-        arguments["tools"] = tools.described
+    arguments |= await _described(gateway, model, arguments["messages"], tools, format)
     constraint = _constraint(body, tools)
     if constraint is not None:
         arguments["structured_outputs"] = constraint if tags is None else behind_reasoning(constraint, tags, opened)
@@ -169,6 +170,8 @@ def _with_tools(body: ChatBody) -> ChatBody:
     """The body with tools in the place of functions."""
     body = msgspec.structs.replace(body, messages=messages_with_tools(body.messages))
     if body.functions is None:
+        if body.function_call not in (None, "auto", "none"):
+            raise invalid("function_call: there are no functions; give some in functions", "function_call")
         return body
     if body.tools is not None:
         raise invalid("functions: give it or tools, not both", "functions")
@@ -193,6 +196,18 @@ def _check(body: ChatBody) -> None:
         raise invalid(
             "continue_final_message: it excludes add_generation_prompt; set that to false", "continue_final_message"
         )
+
+
+async def _described(
+    gateway: Gateway, model: ServedModel, messages: list[dict[str, Any]], tools: ToolPlan | None, format: str | None
+) -> dict[str, Any]:
+    """Tools for the template, or messages that contain them."""
+    described = [] if tools is None else tools.described
+    has_tools = model.info.get("takes_tools", True)
+    if format in (None, DEFAULT_FORMAT) and (not has_tools or (format is None and described)):
+        in_system = bool(described) and await takes_system_messages(gateway.upstream, model)
+        return {"messages": with_tools(messages, described, in_system)}
+    return {"tools": described} if described else {}
 
 
 def _tool_format(gateway: Gateway, model: ServedModel) -> str | None:

@@ -20,7 +20,7 @@ class ToolPlan:
     """How a request uses tools.
 
     Attributes:
-        described: the tools, for the chat template.
+        described: the tools, for the chat template or a message.
         schemas: JSON Schemas of the arguments, by name.
         format: the format of the model's calls.
         required: whether the answer must be a call.
@@ -79,27 +79,20 @@ class ToolPlan:
         return new_parser(self.format, self.schemas)
 
 
-def plan_tools(tools: Any, choice: Any, parallel: bool | None, format: str | None) -> ToolPlan | None:
-    """The plan of a request; None if no tool can be called: then the template gets no tools.
+def plan_tools(tools: Any, choice: Any, parallel: bool | None, format: str) -> ToolPlan | None:
+    """The plan of a request; None if no tool can be called: then the model gets no tools.
 
     Args:
         tools, choice, parallel: `tools`, `tool_choice` and `parallel_tool_calls` of the request.
-        format: the format of the model's calls; None if unknown.
+        format: the format of the model's calls.
 
     Raises:
-        APIError: they are not of OpenAI's form, or no format is known.
+        APIError: they are not of OpenAI's form.
     """
     functions = _functions(tools)
     mode, allowed = _choice(choice, functions)
     if not functions or mode == "none":
         return None
-    if format is None:
-        raise invalid(
-            "tools: the model's chat template does not show how it calls tools; start the gateway with "
-            "--tool-call-parser, or leave tools out",
-            "tools",
-            "unsupported_parameter",
-        )
     return ToolPlan(
         described=list(tools),
         schemas={name: function.get("parameters") for name, function in functions.items()},

@@ -56,7 +56,7 @@ class CompletionBody(SamplingBody, kw_only=True):
 async def completions(http: Request) -> Response:
     """Continue each prompt."""
     gateway = gateway_of(http)
-    body = await read_body(http, CompletionBody, gateway.options)
+    body = await read_body(http, CompletionBody, gateway)
     prompts = _prompts(body.prompt, gateway.options.max_prompts)
     _check(body)
     model = await gateway.upstream.resolve(body.model)

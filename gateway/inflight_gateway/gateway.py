@@ -6,6 +6,7 @@ import logging
 
 from starlette.requests import Request
 
+from inflight_gateway.body_reader import BodyReader
 from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.options import GatewayOptions
@@ -18,7 +19,7 @@ _log = logging.getLogger("inflight_gateway")
 
 
 class Gateway:
-    """Options, upstream and metrics of one process.
+    """Options, upstream, metrics and bodies of one process.
 
     Args:
         options: of the operator.
@@ -28,6 +29,7 @@ class Gateway:
     def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
         self.options = options
         self.metrics = Metrics()
+        self.bodies = BodyReader(options)
         self.upstream = upstream or Upstream(options, routed=self.metrics.routed)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
 

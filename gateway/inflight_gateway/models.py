@@ -23,7 +23,7 @@ async def list_models(http: Request) -> Response:
 
 async def retrieve_model(http: Request) -> Response:
     """One of them."""
-    model = await gateway_of(http).upstream.resolve(http.path_params["model"])
+    model = await gateway_of(http).upstream.find(http.path_params["model"])
     return Response(encode_json(_card(model)), media_type="application/json")
 
 

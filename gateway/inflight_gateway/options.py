@@ -30,12 +30,18 @@ class GatewayOptions:
         cors_origins: origins of pages that can call the gateway from a browser; "*": all; empty: none.
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
+        max_bodies_bytes: of all request bodies that arrive at the same time, per process; more are refused with 503.
         body_timeout: maximum seconds for a request body to arrive.
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
+        reconnect_timeout: maximum seconds that a request, or an open stream, waits for a Triton that cannot be reached;
+            0: it does not wait.
         max_n: choices of one prompt.
         max_open_requests: maximum number of generating requests per process; more are refused with 429.
+        max_connections: maximum number of connections per process; a new one closes the one that has waited longest
+            without a request, or is refused with 503 if all have requests.
+        header_timeout: maximum seconds for the head of a request to arrive.
         request_timeout: maximum seconds for a request; None: no limit.
         keep_alive_seconds: seconds without an event after which a stream sends a comment.
         strict: refuse unknown keys in request bodies instead of ignoring them with a warning.
@@ -57,12 +63,16 @@ class GatewayOptions:
     cors_origins: tuple[str, ...] = ()
     tenant_header: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
+    max_bodies_bytes: int = 128 * 1024 * 1024
     body_timeout: float = 60.0
     max_body_depth: int = 64
     max_body_items: int = 1_000_000
     max_prompts: int = 128
     max_n: int = 128
     max_open_requests: int = 1024
+    max_connections: int = 4096
+    header_timeout: float = 20.0
+    reconnect_timeout: float = 60.0
     request_timeout: float | None = 600.0
     keep_alive_seconds: float = 15.0
     strict: bool = False
@@ -85,14 +95,17 @@ class GatewayOptions:
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
-        positive = ("max_body_bytes", "max_body_depth", "max_body_items", "max_prompts", "max_n", "max_open_requests")
+        sizes = ("max_body_bytes", "max_bodies_bytes", "max_body_depth", "max_body_items")
+        positive = (*sizes, "max_prompts", "max_n", "max_open_requests", "max_connections")
         for name in (*positive, "routing_prefix_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("request_timeout", "body_timeout", "keep_alive_seconds"):
+        for name in ("request_timeout", "header_timeout", "body_timeout", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")
+        if not self.reconnect_timeout >= 0:
+            raise ValueError(f"reconnect_timeout={self.reconnect_timeout}: must be at least 0 seconds")
         if self.triton_metrics and not self.triton_metrics.startswith(("http://", "https://")):
             raise ValueError(
                 f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"

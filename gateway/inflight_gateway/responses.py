@@ -31,7 +31,7 @@ __all__ = ["responses"]
 async def responses(http: Request) -> Response:
     """Answer a conversation."""
     gateway = gateway_of(http)
-    body = await read_body(http, ResponsesBody, gateway.options)
+    body = await read_body(http, ResponsesBody, gateway)
     model = await gateway.upstream.resolve(body.model)
     chat = chat_of_responses(body, lambda message: warn(http.scope, "ignored", message))
     plan = await plan_chat(gateway, http, model, chat)

@@ -16,6 +16,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from inflight_gateway.app import build_app
+from inflight_gateway.connections import IDLE_SECONDS, ClientConnection
 from inflight_gateway.metrics import SHARED_FOLDER
 from inflight_gateway.options import GatewayOptions
 
@@ -24,7 +25,6 @@ __all__ = ["ServerOptions", "end_with_parent", "run", "worker_app"]
 # Passes the options to worker processes, which import their application by name.
 _OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
 _PR_SET_PDEATHSIG = 1
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
     return {
         "host": server.host,
         "port": server.port,
-        "http": "httptools",
+        "http": ClientConnection,
         "ws": "none",
         "ssl_keyfile": server.ssl_keyfile,
         "ssl_certfile": server.ssl_certfile,
@@ -107,5 +107,5 @@ def _uvicorn_options(server: ServerOptions) -> dict[str, Any]:
         "access_log": server.access_log,
         "server_header": False,
         "timeout_graceful_shutdown": server.exit_timeout,
-        "timeout_keep_alive": _KEEP_ALIVE_SECONDS,
+        "timeout_keep_alive": IDLE_SECONDS,
     }

@@ -43,7 +43,7 @@ class DetokenizeBody(Body, kw_only=True):
 async def tokenize(http: Request) -> Response:
     """The token ids of a text or chat."""
     gateway = gateway_of(http)
-    body = await read_body(http, TokenizeBody, gateway.options)
+    body = await read_body(http, TokenizeBody, gateway)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("give exactly one of prompt and messages", "prompt")
     model = await gateway.upstream.resolve(body.model)
@@ -60,7 +60,7 @@ async def tokenize(http: Request) -> Response:
 async def detokenize(http: Request) -> Response:
     """The text of token ids."""
     gateway = gateway_of(http)
-    body = await read_body(http, DetokenizeBody, gateway.options)
+    body = await read_body(http, DetokenizeBody, gateway)
     model = await gateway.upstream.resolve(body.model)
     text = await gateway.upstream.detokenize(model, body.tokens)
     return Response(encode_json({"prompt": text}), media_type="application/json")

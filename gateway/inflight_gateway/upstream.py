@@ -24,6 +24,7 @@ from inflight_gateway.routing import Router
 __all__ = ["ServedModel", "Upstream", "text_inputs"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
+_FIRST_DELAY, _MAX_DELAY = 0.1, 2.0  # seconds between attempts to reach a server
 _INFO_SECONDS = 30.0  # for which the facts about a model are cached
 _ASK_SECONDS = 5.0  # for a model to answer; a stub that is stopped or hangs never does
 
@@ -92,7 +93,23 @@ class Upstream:
         return client.stream(**arguments)
 
     async def resolve(self, name: str | None) -> ServedModel:
-        """The model of a request; None means the only one.
+        """The model of a request; None means the only one.  Waits for a server that cannot be reached.
+
+        Raises:
+            APIError: as `find`.
+        """
+        delay, deadline = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout
+        while True:
+            try:
+                return await self.find(name)
+            except APIError as error:
+                if error.code != "upstream_unreachable" or time.monotonic() + delay > deadline:
+                    raise
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _MAX_DELAY)
+
+    async def find(self, name: str | None) -> ServedModel:
+        """A model; None means the only one.
 
         Raises:
             APIError: 404 for a model that does not exist or takes no text, 400 if a name is needed, 503.
@@ -205,12 +222,11 @@ class Upstream:
 
 
 def _client(options: GatewayOptions, resume: bool, routed: Callable[[str, str], None]) -> AsyncClient:
-    # An unreachable server may be restarting: new requests wait some seconds for it, open streams a minute.  A refusal
-    # is final: the caller gets it at once, unless another server accepts the request.
+    # An unreachable server may be restarting: requests and open streams wait for it.  A refusal is final: the caller
+    # gets it at once, unless another server accepts the request.
     retries = RetryPolicy(
-        max_attempts=8,
-        resume_attempts=40,
-        max_delay=2.0,
+        outage_timeout=options.reconnect_timeout,
+        max_delay=_MAX_DELAY,
         max_retry_after=1.0,
         max_refusals=len(options.triton),
         resume=resume,

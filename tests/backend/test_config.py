@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,10 +128,34 @@ NEUTRAL = {
 
 
 def test_keys_of_vllm_that_ask_for_nothing_special_change_nothing() -> None:
-    assert EngineConfig.from_dict({"model": "x", **NEUTRAL}) == EngineConfig(model="x")
+    neutral = EngineConfig(model="x", stream_interval=1)  # an entry of vllm_backend
+    assert EngineConfig.from_dict({"model": "x", **NEUTRAL}) == neutral
     strings = {key: str(value).lower() for key, value in NEUTRAL.items()}
-    assert EngineConfig.from_dict({"model": "x", **strings}) == EngineConfig(model="x")
+    assert EngineConfig.from_dict({"model": "x", **strings}) == neutral
     assert EngineConfig.from_dict({"model": "x", **dict.fromkeys(NEUTRAL.keys() - {"load_format"})}).model == "x"
+
+
+@pytest.mark.parametrize(
+    ("backend", "values", "interval"),
+    [
+        ("inflight", {}, "auto"),
+        ("vllm", {}, 1),
+        ("inflight", {"disable_log_requests": True}, 1),
+        ("inflight", {"kv_cache_memory_bytes": 2**30}, 1),
+        ("inflight", {"gpu_memory_utilization": 0.5, "enforce_eager": True}, "auto"),
+        ("vllm", {"stream_interval": "auto", "task": "generate"}, "auto"),
+        ("vllm", {"stream_interval": 4}, 4),
+    ],
+)
+def test_an_entry_of_vllm_backend_sends_every_token(
+    tmp_path: Path, backend: str, values: dict[str, Any], interval: object
+) -> None:
+    path = tmp_path / "model.json"
+    path.write_text(json.dumps({"model": "x", **values}))
+    assert EngineConfig.from_file(path, backend).stream_interval == interval
+    path.write_text("[]")
+    with pytest.raises(ConfigError):
+        EngineConfig.from_file(path, backend)
 
 
 def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:

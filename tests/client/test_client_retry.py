@@ -165,6 +165,35 @@ def test_other_errors_are_not_retried(error: Exception) -> None:
     assert len(server.timeouts) == 1
 
 
+def test_an_outage_is_waited_out_by_time_and_not_by_attempts() -> None:
+    policy = RetryPolicy(max_attempts=1, initial_delay=0.1, multiplier=1, jitter=0, outage_timeout=60)
+    assert policy.delay(500, 1000.0, outage=59.9) == 0.1 and policy.delay(1, 0.0, outage=59.95) is None
+    with pytest.raises(ValueError, match="outage_timeout=-1: must be at least 0"):
+        RetryPolicy(outage_timeout=-1)
+    server = Server(*[[BUSY] for _ in range(30)], [TEXT, LAST])
+    patient = RetryPolicy(max_attempts=1, initial_delay=0.0, outage_timeout=60)
+    stream = Stream(request(), patient, server)
+    assert [chunk.text for chunk in stream] == ["a", " b"] and stream.result().attempts == 31
+
+
+def test_an_outage_begins_with_the_first_failure_after_a_response(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(Stream, "_elapsed", lambda self: now)
+
+    def after(seconds: float, *items: Any) -> Iterator[Any]:
+        nonlocal now
+        now += seconds
+        yield from items
+
+    patient = RetryPolicy(initial_delay=0.0, resume=True, outage_timeout=5)
+    tries = [after(4, BUSY), after(4, TEXT, BUSY), after(4, BUSY), after(0, LAST)]
+    stream = Stream(request(), patient, Server(*tries))  # type: ignore[arg-type]
+    assert [chunk.text for chunk in stream] == ["a", " b"] and now == 12
+    stream = Stream(request(), patient, Server(after(1, BUSY), after(6, BUSY), [TEXT]))  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError):
+        next(stream)
+
+
 def test_nothing_is_retried_once_output_has_arrived() -> None:
     server = Server([TEXT, BUSY], [TEXT, LAST])
     stream = Stream(request(), FAST, server)

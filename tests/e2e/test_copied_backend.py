@@ -93,6 +93,7 @@ def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
     ) as copied:
         status, answer = post(f"http://{copied.http_address}/v2/models/demo/generate", request)
     assert status == 200, answer
+    assert "[vllm] " in copied.log_text() and "[inflight] " not in copied.log_text()
     assert (200, answer) == post(f"http://{server.http_address}/v2/models/demo/generate", request)
     imports = [json.loads(line) for line in report.read_text().splitlines()]
     assert {line["engine"] for line in imports} == {False, True}, "both the stub and the engine process imported it"

@@ -119,9 +119,13 @@ def test_headers_of_the_raw_response(client: OpenAI) -> None:
 
 def test_errors_become_the_exceptions_of_the_library(client: OpenAI) -> None:
     ask = client.chat.completions.create
+    raw = client.chat.completions.with_raw_response.create(
+        model="demo", messages=CHAT, max_tokens=1, extra_body={"temperatur": 1}
+    )
+    assert "unknown parameter 'temperatur' was ignored" in raw.headers["x-inflight-warning"]
     with pytest.raises(openai.BadRequestError) as wrong:
-        ask(model="demo", messages=CHAT, extra_body={"temperatur": 1})
-    assert (wrong.value.param, wrong.value.code) == ("temperatur", "unknown_parameter")
+        ask(model="demo", messages=CHAT, extra_body={"suffix": "x", "use_beam_search": True})
+    assert (wrong.value.param, wrong.value.code) == ("use_beam_search", "unsupported_parameter")
     with pytest.raises(openai.BadRequestError) as mistyped:  # never 422
         ask(model="demo", messages=CHAT, temperature="warm")  # type: ignore[call-overload]
     assert mistyped.value.param == "temperature" and mistyped.value.status_code == 400

@@ -97,6 +97,7 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "max_model_len": 2048,
         "vocab_size": 2560,
         "has_chat_template": True,
+        "takes_tools": False,
         "tool_format": None,
         "reasoning_tags": None,
         "reasoning_opened": False,

@@ -169,7 +169,9 @@ def test_request_cancellation(server: TritonServer) -> None:
     assert isinstance(error, InferenceServerException)
     assert error.status() == "StatusCode.CANCELLED"
     assert answers.empty()
-    line = r"I\d{4} .*\[inflight\] cancelled request \d+ 'a long poem' after \d+ output tokens: Request was cancelled"
+    line = (
+        r"I\d{4} .*\[inflight\] Cancelling the request \d+ 'a long poem' after \d+ output tokens: Request was cancelled"
+    )
     wait_for(lambda: re.search(line, server.log_text()))
     assert server.log_text().count("'a long poem'") == 1
 

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from scripted_client import ScriptedClient
 
 from inflight_gateway.app import build_app
+from inflight_gateway.connections import IDLE_SECONDS, ClientConnection
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
@@ -54,7 +55,13 @@ async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[Runni
     chosen = GatewayOptions(**options)
     gateway = Gateway(chosen, Upstream(chosen, client))
     config = uvicorn.Config(
-        build_app(chosen, gateway), port=0, log_config=None, lifespan="on", timeout_graceful_shutdown=1
+        build_app(chosen, gateway),
+        http=ClientConnection,
+        port=0,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=IDLE_SECONDS,
     )
     config.load()
     server = uvicorn.Server(config)

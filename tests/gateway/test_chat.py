@@ -86,6 +86,7 @@ async def test_what_is_wrong_is_named(start):
         ({"messages": [{"role": "tool", "content": "5"}]}, r"messages\[0\].tool_call_id"),
         ({"audio": {"voice": "x"}}, "audio is not supported"),
         ({"functions": [{"name": "f"}], "tools": TOOLS}, "functions: give it or tools"),
+        ({"function_call": {"name": "f"}, "tools": TOOLS}, "function_call: there are no functions"),
         ({"functions": {"name": "f"}}, "functions: a list of objects"),
         ({"functions": [{"name": "f"}], "function_call": "always"}, "function_call: auto, none"),
         ({"modalities": ["text", "audio"]}, "modalities is not supported"),
@@ -270,14 +271,11 @@ async def test_strict_tools_are_constrained_and_others_are_not(start):
     assert [tag["content"]["json_schema"] for tag in tags] == [WEATHER, {"type": "object"}]
 
 
-async def test_tools_need_a_format(start):
-    front = await start(scripted("x"))
-    body = {"messages": HI, "tools": TOOLS}
-    response = await front.post("/v1/chat/completions", body)
-    assert response.status_code == 400 and "--tool-call-parser" in response.json()["error"]["message"]
-    assert (await front.post("/v1/chat/completions", {**body, "tool_choice": "none"})).status_code == 200
+async def test_a_parser_that_the_operator_chooses(start):
     chosen = await start(scripted(CALL), tool_call_parser="hermes")
-    assert (await chosen.post("/v1/chat/completions", body)).json()["choices"][0]["finish_reason"] == "tool_calls"
+    response = await chosen.post("/v1/chat/completions", {"messages": HI, "tools": TOOLS})
+    assert response.json()["choices"][0]["finish_reason"] == "tool_calls"
+    assert chosen.client.requests[0].chat["tools"] == TOOLS, "the template knows tools"
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -17,10 +17,13 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_gateway import upstream
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.responses_input import ResponsesBody
+from inflight_gateway.upstream import _RESUMES, ServedModel, Upstream
+from inflight_tools.ports import pick_ports
 
 KEYS = ("first-key", "second-key")
 
@@ -133,6 +136,43 @@ async def test_errors_of_triton_have_a_status(start):
             response = await front.post("/v1/completions", {"prompt": "a", "stream": stream})
             assert (response.status_code, response.headers.get("retry-after")) == (status, wait)
             assert response.json()["error"]["code"] == code and "fault of our own" not in response.text
+
+
+@pytest.mark.parametrize(("seconds", "status"), [(60, 200), (0, 503)])
+async def test_requests_wait_for_a_server_that_restarts(start, monkeypatch, seconds, status):
+    monkeypatch.setattr(upstream, "_FIRST_DELAY", 0.01)
+
+    class Restarting(ScriptedClient):
+        failures = 3
+
+        async def metadata(self, model):
+            self.failures -= 1
+            if self.failures >= 0:
+                raise ServerUnreachableError("cannot reach 127.0.0.1:1")
+            return await super().metadata(model)
+
+    for model in ("demo", None):
+        front = await start(Restarting(ok), reconnect_timeout=seconds)
+        response = await front.post("/v1/completions", {"prompt": "a", "model": model})
+        assert response.status_code == status, response.text
+        front = await start(Restarting(ok), reconnect_timeout=seconds)
+        assert (await front.http.get("/v1/models/demo")).status_code == 503, "a question is answered at once"
+
+
+@pytest.mark.parametrize("resumes", [True, False])
+async def test_streams_wait_for_a_server_as_long_as_the_operator_says(resumes):
+    (port,) = pick_ports(1)
+    attempts = []
+    for seconds in (0.0, 0.3):
+        options = GatewayOptions(triton=(f"127.0.0.1:{port}",), reconnect_timeout=seconds)
+        found = Upstream(options)
+        found._known["demo"] = 0.0, ServedModel("demo", frozenset({_RESUMES} if resumes else ()), frozenset())
+        stream = found.stream(model="demo", prompt="a")
+        with pytest.raises(ServerUnreachableError):
+            await stream.__anext__()
+        attempts.append(stream.result().attempts)
+        await found.close()
+    assert attempts[0] == 1 < attempts[1]
 
 
 async def test_when_one_prompt_fails_the_others_are_cancelled(start):

@@ -11,6 +11,7 @@ from inflight_gateway.app import _ENDPOINTS
 from inflight_gateway.bodies import Body, SamplingBody
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
+from inflight_gateway.default_tools import _INSTRUCTIONS
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.reasoning_formats import FORMATS as REASONING
 from inflight_gateway.responses_input import ResponsesBody
@@ -74,6 +75,11 @@ def test_nothing_is_called_refused_that_is_not() -> None:
     refused, _, ignored = text.partition("**Ignored**")
     assert quoted(refused.partition("Parts of messages")[0]) <= {*CompletionBody.UNSUPPORTED, *ChatBody.UNSUPPORTED}
     assert quoted(ignored.partition("\n\n")[0]) <= ChatBody.IGNORED | CompletionBody.IGNORED
+
+
+def test_the_default_form_of_tools_is_quoted() -> None:
+    tool = '{"type": "function", "function": {"name": "weather", "parameters": {...}}}'
+    assert _INSTRUCTIONS.format(tools=tool) in section("Tools")
 
 
 def test_every_format_is_listed() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 __all__ = ["bodies", "check_answer", "encoded"]
 
-_REFUSED = {400, 401, 404, 405, 408, 413, 429}
+_REFUSED = {400, 401, 404, 405, 408, 413, 415, 429}
 
 _JUNK = st.recursive(
     st.none()

@@ -67,8 +67,16 @@ def gateway(
         str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
     ] = "",
     request_timeout: Annotated[float, typer.Option(help="Time limit of a request in seconds; 0 for none.")] = 600.0,
+    reconnect_timeout: Annotated[
+        float, typer.Option(help="Seconds that requests and streams wait for a Triton that cannot be reached; 0: none.")
+    ] = 60.0,
     max_open_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time, per process.")] = 1024,
+    max_connections: Annotated[int, typer.Option(min=1, help="Connections at the same time, per process.")] = 4096,
+    header_timeout: Annotated[float, typer.Option(help="Seconds for the head of a request to arrive.")] = 20.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
+    max_bodies_bytes: Annotated[
+        int, typer.Option(min=1, help="Size of all bodies that arrive at the same time, per process.")
+    ] = 128 * 1024 * 1024,
     strict: Strict = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
@@ -104,8 +112,12 @@ def gateway(
         cors_origins=tuple(allowed_origin or ()),
         tenant_header=tenant_header,
         request_timeout=request_timeout or None,
+        reconnect_timeout=reconnect_timeout,
         max_open_requests=max_open_requests,
+        max_connections=max_connections,
+        header_timeout=header_timeout,
         max_body_bytes=max_body_bytes,
+        max_bodies_bytes=max_bodies_bytes,
         strict=strict,
         triton_metrics=triton_metrics,
         open_metrics=open_metrics,

@@ -15,6 +15,7 @@ from inflight.frontend.errors import ErrorCode
 from inflight.frontend.operator.metric_specs import MetricSpec
 from inflight.frontend.operator.metrics import Metrics, NoMetrics
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
+from inflight.vllm_options import BACKEND
 
 __all__ = [
     "OutputLayout",
@@ -24,6 +25,7 @@ __all__ = [
     "complete_config",
     "create_metrics",
     "log",
+    "name_log",
     "output_layout",
     "read_request",
     "wants_metrics",
@@ -186,10 +188,19 @@ def checks_health(model_config: dict[str, Any]) -> bool:
     return _parameter(model_config, "ENABLE_VLLM_HEALTH_CHECK") == "true"
 
 
+_log_name = "inflight"
+
+
 def log(level: str, line: str) -> None:
     """Write one line to the server's log; level is "info", "warn" or "error"."""
     write = {"info": pb_utils.Logger.log_info, "warn": pb_utils.Logger.log_warn, "error": pb_utils.Logger.log_error}
-    write[level](f"[inflight] {line}")
+    write[level](f"[{_log_name}] {line}")
+
+
+def name_log(backend: str) -> None:
+    """Begin lines as vllm_backend does if this backend is in its place."""
+    global _log_name
+    _log_name = "vllm" if backend == BACKEND else "inflight"
 
 
 def _never_deleted(triton_object: Any) -> Any:

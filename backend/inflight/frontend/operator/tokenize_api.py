@@ -48,6 +48,7 @@ def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tok
         "max_model_len": ready.max_model_len,
         "vocab_size": ready.vocab_size,
         "has_chat_template": chat.text is not None,
+        "takes_tools": "tools" in (chat.text or ""),
         "tool_format": tool_format(chat.text or ""),
         "reasoning_tags": None if tags is None else list(tags),
         "reasoning_opened": tags is not None and prompt.rstrip().endswith(tags[0]),

@@ -178,6 +178,7 @@ def test_the_facts() -> None:
         "max_model_len": MAX_LEN,
         "vocab_size": 2560,
         "has_chat_template": True,
+        "takes_tools": False,
         "tool_format": None,
         "reasoning_tags": None,
         "reasoning_opened": False,
@@ -186,6 +187,7 @@ def test_the_facts() -> None:
     }
     told = ask("model", of=make(ChatTemplate(HERMES)))
     assert (told["tool_format"], told["reasoning_tags"]) == ("hermes", ["<think>", "</think>"])
+    assert told["takes_tools"] is True
     assert told["reasoning_opened"] is False
     assert told["reasoning_token_ids"] is None, "this vocabulary spells the tags"
     told = ask("model", of=make(ChatTemplate(None)))

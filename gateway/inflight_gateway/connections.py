@@ -1,0 +1,164 @@
+"""Connections of clients: how many, and how long one may take to send the head of a request.
+
+uvicorn limits neither.  Without limits, clients that send nothing use up the process's file descriptors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import resource
+from asyncio.events import TimerHandle
+from http import HTTPStatus
+from typing import cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from inflight_gateway.errors import APIError
+from inflight_gateway.response_headers import new_request_id
+
+__all__ = ["IDLE_SECONDS", "STATE", "ClientConnection", "Connections"]
+
+_log = logging.getLogger("inflight_gateway")
+
+STATE = "connections"  # key of the `Connections` in the lifespan's state
+IDLE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
+_SPARE_DESCRIPTORS = 64  # for connections to Triton, logs and metrics
+_FULL = APIError(503, "this gateway has too many connections; try again later", code="connections_full", retry_after=1)
+
+
+class Connections:
+    """The connections of a process.
+
+    Args:
+        limit: maximum number; lowered to what the process can open.
+        header_timeout: seconds for the head of a request to arrive.
+    """
+
+    def __init__(self, limit: int, header_timeout: float) -> None:
+        self.header_timeout = header_timeout
+        self._limit = min(limit, max(1, _descriptors() - _SPARE_DESCRIPTORS))
+        if self._limit < limit:
+            _log.warning("max_connections=%d: lowered to %d, what `ulimit -n` leaves", limit, self._limit)
+        self._open: set[ClientConnection] = set()
+        self._waiting: dict[ClientConnection, None] = {}  # without a request, the longest first
+
+    def opened(self, connection: ClientConnection) -> bool:
+        """A client has connected; returns whether there is room for it.
+
+        A connection without a request makes room, the one that has waited longest.
+        """
+        if len(self._open) >= self._limit:
+            oldest = next(iter(self._waiting), None)
+            if oldest is None:
+                return False
+            self.closed(oldest)
+            oldest.end()
+        self._open.add(connection)
+        self._waiting[connection] = None
+        return True
+
+    def works(self, connection: ClientConnection) -> None:
+        """The head of a request is complete."""
+        self._waiting.pop(connection, None)
+
+    def waits(self, connection: ClientConnection) -> None:
+        """A request has ended."""
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def closed(self, connection: ClientConnection) -> None:
+        """The connection is closed, or will be.  Safe to repeat."""
+        self._open.discard(connection)
+        self._waiting.pop(connection, None)
+
+
+def _descriptors() -> int:
+    """The number of files that the process can open, raised as far as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return 2**31 if hard == resource.RLIM_INFINITY else hard
+
+
+class ClientConnection(HttpToolsProtocol):
+    """A connection.  While it has no request, a timer runs: for the head of one, or until its first byte."""
+
+    _timer: TimerHandle | None = None
+    _has_request = False
+    _is_idle = False  # nothing has arrived since the last request
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._registry = cast(Connections, self.app_state[STATE])
+        if not self._registry.opened(self):
+            self._refuse(_FULL)
+            return
+        self._arm(self._registry.header_timeout)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        self._registry.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_idle:
+            self._is_idle = False
+            self._arm(self._registry.header_timeout)
+        super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._has_request = True
+        self._disarm()
+        self._registry.works(self)
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if not self._has_request:  # the rest of a body whose request was answered before it came
+            self._wait()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:  # no further request has arrived already
+            self._has_request = False
+            self._registry.waits(self)
+            self._wait()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP."""
+        self._refuse(APIError(400, msg))
+
+    def end(self) -> None:
+        """Close the connection; a client that does not read what was sent loses it."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _refuse(self, error: APIError) -> None:
+        body = error.to_json()
+        headers = {
+            **error.headers,
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "x-request-id": new_request_id(),
+            "connection": "close",
+        }
+        status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
+        lines = [status, *(f"{name.lower()}: {value}" for name, value in headers.items()), "", ""]
+        self.transport.write("\r\n".join(lines).encode("ascii") + body)
+        self.transport.close()
+
+    def _wait(self) -> None:
+        self._is_idle = True
+        self._arm(IDLE_SECONDS)
+
+    def _arm(self, seconds: float) -> None:
+        self._disarm()
+        self._timer = self.loop.call_later(seconds, self.end)
+
+    def _disarm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

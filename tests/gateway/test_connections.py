@@ -1,0 +1,126 @@
+"""Connections that never bring a request, and more of them than there may be."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from scripted_client import text
+
+from inflight_gateway import connections
+from inflight_gateway.connections import Connections
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n"
+BODY = b'{"prompt": "a"}'
+LONG = 60.0
+
+
+def ok(request):
+    return text("a")
+
+
+async def connect(front: Any, sent: bytes = b"") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(front.url.rpartition(":")[2]))
+    writer.write(sent)
+    return reader, writer
+
+
+async def answer(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readuntil(b"}}")
+
+
+@pytest.mark.parametrize("sent", [b"", b"P", HEAD[:-2], b"GET / HTTP/1.1\r\n" + b"A: b\r\n" * 9])
+async def test_a_connection_without_a_request_is_closed(start, sent):
+    front = await start(ok, header_timeout=0.1)
+    reader, writer = await connect(front, sent)
+    assert await reader.read() == b""
+    writer.close()
+    assert (await front.post("/v1/completions", {"prompt": "a"})).status_code == 200
+
+
+async def test_a_request_has_no_header_timeout(start):
+    held = asyncio.Event()
+    front = await start(lambda request: [held, *text("a")], header_timeout=0.05)
+    reader, writer = await connect(front, HEAD + BODY)
+    while not front.client.streams:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # longer than the timeout, which must not run
+    held.set()
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    writer.write(HEAD[:20])  # a second request, which never comes
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_pipelined_requests_are_answered_before_the_connection_is_idle(start, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    front = await start(lambda request: [0.2, *text("a")], header_timeout=0.1, max_connections=1)
+    reader, writer = await connect(front, (HEAD + BODY) * 3)
+    answers = await reader.read()  # to the end: then it has been idle
+    assert answers.count(b"HTTP/1.1 200") == 3
+    writer.close()
+
+
+async def test_an_idle_connection_is_closed(start, monkeypatch):
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    front = await start(ok, header_timeout=LONG)
+    reader, writer = await connect(front, HEAD + BODY)
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    assert await reader.read() == b""
+    writer.close()
+
+
+@pytest.mark.parametrize("rest", [5, 15])
+async def test_a_refused_body_that_comes_late_ends_its_connection(start, monkeypatch, rest):
+    """The rest of the body is discarded; the connection may then wait for a request, and not longer."""
+    monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
+    front = await start(ok, api_keys=("key",), header_timeout=0.1)
+    reader, writer = await connect(front, HEAD)
+    assert (await answer(reader)).startswith(b"HTTP/1.1 401")
+    writer.write(BODY[:rest])
+    assert await reader.read() == b""
+    writer.close()
+
+
+async def test_silent_connections_make_room_for_requests(start):
+    front = await start(ok, max_connections=5, header_timeout=LONG)
+    silent = [await connect(front, HEAD[:number]) for number in range(5)]
+    for number in range(5):
+        reader, writer = await connect(front, HEAD + BODY)
+        assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+        assert await silent[number][0].read() == b"", "the one that has waited longest is closed"
+        silent[number][1].close()
+        silent.append((reader, writer))
+    for _, writer in silent:
+        writer.close()
+
+
+async def test_more_connections_than_allowed_are_refused(start):
+    held = asyncio.Event()
+    front = await start(lambda request: [held, *text("a")], max_connections=2)
+    busy = [await connect(front, HEAD + BODY) for _ in range(2)]
+    while len(front.client.streams) < 2:
+        await asyncio.sleep(0.01)
+    reader, writer = await connect(front)
+    refused = await reader.read()
+    assert refused.startswith(b"HTTP/1.1 503") and b"connections_full" in refused and b"x-request-id: " in refused
+    held.set()
+    assert all([(await answer(one[0])).startswith(b"HTTP/1.1 200") for one in busy])
+    for _, one in [*busy, (reader, writer)]:
+        one.close()
+
+
+async def test_what_is_no_http_has_an_error_object(start):
+    front = await start(ok)
+    reader, writer = await connect(front, b"\x16\x03\x01 hello\r\n\r\n")
+    refused = await reader.read()
+    assert refused.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"invalid_request_error" in refused
+    assert b"x-request-id: " in refused
+    writer.close()
+
+
+def test_the_limit_is_what_the_process_can_open(monkeypatch, caplog):
+    monkeypatch.setattr(connections, "_descriptors", lambda: 200)
+    assert Connections(4096, 1.0)._limit == 136 and "lowered to 136" in caplog.text
+    assert Connections(100, 1.0)._limit == 100
