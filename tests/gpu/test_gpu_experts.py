@@ -27,7 +27,7 @@ def products(packed: bool, dtype: torch.dtype) -> ExpertProducts:
     make = mxfp4_weights if packed else plain_weights
     parts = [make(EXPERTS, 2 * INNER, HIDDEN, dtype), make(EXPERTS, HIDDEN, INNER, dtype, 1)]
     on_card = [
-        ExpertWeights(*(x if x is None else x.to(CUDA) for x in (part.values, part.scales, part.bias)))
+        ExpertWeights(part.values.to(CUDA), *(x if x is None else x.to(CUDA) for x in (part.scales, part.bias)))
         for part in parts
     ]
     return ExpertProducts(on_card[0], on_card[1], SwiGlu(True, 7.0, 1.702) if packed else SwiGlu())

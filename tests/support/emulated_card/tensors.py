@@ -54,7 +54,7 @@ class CudaTensor(Tensor):
         memory: the allocation that it keeps alive; None for memory that it does not own.
     """
 
-    inner: Tensor
+    inner: Tensor  # type: ignore[assignment]
     memory: Allocation | None
     card: Card
 
@@ -71,10 +71,10 @@ class CudaTensor(Tensor):
         made.inner, made.memory, made.card = inner, memory, card
         return made
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         card = next(value.card for value in each_tensor((args, kwargs or {})) if isinstance(value, CudaTensor))
         return dispatch(card, func, args, kwargs or {})
 
@@ -99,7 +99,7 @@ class CudaTensor(Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    def __repr__(self, **kwargs: Any) -> str:
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
         return f"CudaTensor(shape={list(self.shape)}, dtype={self.dtype}, device='cuda:0')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:

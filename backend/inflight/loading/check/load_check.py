@@ -187,7 +187,8 @@ def relative_error(
     """Largest relative error of the paged logits over the sequences; beside rounding, over their places.
 
     Half precision can change the choice of an expert, on either side, and with it all logits of a token and of the
-    tokens that attend to it.  That spoils one sequence; a wrong forward pass spoils all at a place.  So the best one counts.
+    tokens that attend to it.  That spoils one sequence; a wrong forward pass spoils all at a place.  So the best one
+    counts.
 
     Writes to the first blocks of the pool: only before the first request, with cases that fit.
     """
