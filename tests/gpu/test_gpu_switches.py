@@ -18,14 +18,14 @@ from offline import make_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
 
-SHAPES = [(1, 30), (7, 40), (40, 16), (130, 12)]  # prompt, output tokens
+SHAPES = [(1, 12), (7, 20), (40, 8), (75, 8)]  # prompt, output tokens
 HAS_PDL = torch.cuda.get_device_capability() >= (9, 0)
 PROMPTS = [random.Random(length).choices(range(VOCAB), k=length) for length, _ in SHAPES]
 
 
 def generated(path: str, **options: Any) -> list[list[int]]:
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for _, count in SHAPES]
-    deltas = run(make_core(path, device="cuda", block_size=16, **options), PROMPTS, params, stagger=2)
+    deltas = run(make_core(path, device="cuda", block_size=16, max_num_seqs=4, **options), PROMPTS, params, stagger=2)
     return [tokens(deltas[number, 0]) for number in range(len(PROMPTS))]
 
 
