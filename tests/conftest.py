@@ -4,9 +4,10 @@ profiles."""
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import os
-from pathlib import Path
+from typing import Any
 
 
 def environment(has_gpu: bool, cores: int) -> dict[str, str]:
@@ -19,7 +20,21 @@ def environment(has_gpu: bool, cores: int) -> dict[str, str]:
     return values if has_gpu else values | {"TRITON_INTERPRET": "1"}
 
 
-for name, value in environment(Path("/dev/nvidiactl").exists(), len(os.sched_getaffinity(0))).items():
+def count_gpus(library: str = "libcuda.so.1") -> int:
+    """As CUDA's driver counts them, without torch; 0 if there is no driver, or it does not work.
+
+    A file such as /dev/nvidiactl can appear only when the driver is used for the first time.
+    """
+    try:
+        driver: Any = ctypes.CDLL(library)
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    works = driver.cuInit(0) == 0 and driver.cuDeviceGetCount(ctypes.byref(count)) == 0
+    return count.value if works else 0
+
+
+for name, value in environment(count_gpus() > 0, len(os.sched_getaffinity(0))).items():
     os.environ.setdefault(name, value)
 
 with contextlib.suppress(ImportError):  # the tests of the GPU run without hypothesis

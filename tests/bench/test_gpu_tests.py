@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import environment
+from tests.conftest import count_gpus, environment
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py"))
@@ -74,3 +74,21 @@ def test_threads_and_interpreter(has_gpu: bool, cores: int, threads: str, interp
     values = environment(has_gpu, cores)
     assert values["OMP_NUM_THREADS"] == threads
     assert ("TRITON_INTERPRET" in values) is interpreted
+
+
+_DRIVER = """
+int cuInit(unsigned flags) { return INIT; }
+int cuDeviceGetCount(int *count) { *count = 2; return 0; }
+"""
+
+
+@pytest.mark.parametrize(("result", "count"), [(0, 2), (100, 0)], ids=["works", "no device"])
+def test_the_driver_counts_gpus(result: int, count: int, tmp_path: Path) -> None:
+    source, library = tmp_path / "driver.c", tmp_path / "libdriver.so"
+    source.write_text(_DRIVER.replace("INIT", str(result)))
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    assert count_gpus(str(library)) == count
+
+
+def test_without_a_driver_there_is_no_gpu() -> None:
+    assert count_gpus("libnosuchdriver.so.1") == 0

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from attention_cases import CASES, FP8, case_of, compile_ahead, spec, stored
+from card_sizes import sized
 from paged_case import PagedCase, relative_error
 
 from inflight.attention.reference import ReferenceAttention
@@ -49,10 +50,11 @@ def test_agrees_with_the_reference(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 1, 2], [1, 700, 64]], ids=str)
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 1, 2], [1, *sized([700, 64], [70, 6])]], ids=str)
 def test_long_contexts_and_every_block_size(query_lens: list[int], block_size: int) -> None:
     """Split keys, tiles that span blocks and blocks that span tiles."""
-    case = PagedCase(spec(32, 8, 128), [5000, 1200, 3000], query_lens, block_size, torch.bfloat16, device="cuda")
+    layer, seq_lens = spec(sized(32, 8), sized(8, 2), 128), sized([5000, 1200, 3000], [500, 120, 300])
+    case = PagedCase(layer, seq_lens, query_lens, block_size, torch.bfloat16, device="cuda")
     assert relative_error(case.run(GpuAttention()).cpu(), exact(case)) < allowed(torch.bfloat16)
 
 
@@ -92,7 +94,7 @@ def test_write_touches_the_mapped_slots_only() -> None:
 
 
 def test_nothing_is_compiled_after_load() -> None:
-    layer = spec(32, 8, 64)
+    layer = spec(sized(32, 4), sized(8, 2), 64)
     backend = GpuAttention()
     cache = backend.new_cache(2000, 16, layer, torch.bfloat16, CUDA)
     kernels = (
@@ -108,9 +110,9 @@ def test_nothing_is_compiled_after_load() -> None:
     at_load = compiled()
     for seq_lens, query_lens in (
         ([1], [1]),
-        ([300] * 7, [1] * 7),
-        ([9000], [1]),
-        ([900, 17], [30, 2]),
+        (sized([300], [30]) * 7, [1] * 7),
+        (sized([9000], [200]), [1]),
+        (sized([900, 17], [90, 17]), [30, 2]),
         ([33] * 2, [33, 1]),
     ):
         for layout in ("heads first", "fused", "contiguous"):
@@ -138,16 +140,17 @@ def test_one_long_context_among_short_ones() -> None:
 @pytest.mark.parametrize("num_sms", [None, 1], ids=["split", "never split"])
 def test_a_captured_step_serves_other_batches(num_sms: int | None) -> None:
     """Captured with `prepare`, all rows used; replayed with one long context, shorter ones and empty rows."""
-    layer, rows = spec(8, 2, 128), 6
-    full = PagedCase(layer, [3000] * rows, [1] * rows, 16, torch.bfloat16, device="cuda")
+    layer, rows, longest = spec(8, 2, 128), 6, sized(3000, 150)
+    full = PagedCase(layer, [longest] * rows, [1] * rows, 16, torch.bfloat16, device="cuda")
     backend = GpuAttention(None if num_sms is None else Card((9, 0), num_sms, 227 * 1024))
     cache = full.filled_cache(backend)
     metadata, query = full.metadata(full.query_lens), full.query.clone()
     metadata.query_start_loc_cpu, metadata.seq_lens_cpu, metadata.max_seq_len = [], [], -1
+    backend.attend(query, cache, backend.prepare(metadata), layer, None)  # as an engine before it captures
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = backend.attend(query, cache, backend.prepare(metadata), layer, None)
-    for lengths in ([3000] * rows, [20, 2900, 1, 1, 700, 0], [0, 0, 0, 0, 0, 5], [17] * rows):
+    for lengths in ([longest] * rows, [20, longest - 9, 1, 1, longest // 4, 0], [0, 0, 0, 0, 0, 5], [17] * rows):
         case = PagedCase(
             layer, [n or 1 for n in lengths], [min(n, 1) for n in lengths], 16, torch.bfloat16, device="cuda", seed=1
         )

@@ -15,6 +15,7 @@ if torch.cuda.get_device_capability() < (8, 9):
     pytest.skip("this card has no fp8 products", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from card_sizes import sized
 from checkpoints import VOCAB, make_checkpoint
 from fp8_checkpoints import SCHEMES, compress
 from fp8_twins import fp8_twins
@@ -35,6 +36,7 @@ from inflight.ops.reference_ops import ReferenceOps
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 DTYPES = [torch.bfloat16, torch.float16]
+LARGE = sized([(4096, 6144), (14336, 4096)], [(512, 96), (96, 512)])
 
 
 def layer(inputs: int, outputs: int, dtype: torch.dtype, bias: bool) -> Fp8Linear:
@@ -50,11 +52,13 @@ def by_the_twin(made: Fp8Linear, rows: QuantizedRows) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("inputs", "outputs"), [(16, 16), (64, 48), (4096, 6144), (14336, 4096)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(16, 16), (64, 48), *sized([(4096, 6144), (14336, 4096)], [(512, 96), (96, 512)])]
+)
 def test_products_are_the_twins(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> None:
     """Up to the order of additions, Hopper's fast accumulation, and the rounding of the result."""
     made = layer(inputs, outputs, dtype, bias)
-    for count in (1, 17, 300):
+    for count in (1, 17, sized(300, 40)):
         x = torch.randn(count, inputs, device=CUDA, dtype=dtype)
         x[0] *= 1000
         rows = select_ops(CUDA).quantize_rows(x)
@@ -67,7 +71,7 @@ def test_products_are_the_twins(inputs: int, outputs: int, bias: bool, dtype: to
 
 
 def test_quantising_is_the_twins() -> None:
-    linear = nn.Linear(4096, 256).to(torch.bfloat16).requires_grad_(False)
+    linear = nn.Linear(sized(4096, 512), sized(256, 32)).to(torch.bfloat16).requires_grad_(False)
     on_card = Fp8Linear.quantized(linear, CUDA, select_ops(CUDA))
     on_cpu = Fp8Linear.quantized(linear, CPU, ReferenceOps())
     assert torch.equal(on_card.weight.cpu().view(torch.uint8), on_cpu.weight.view(torch.uint8))

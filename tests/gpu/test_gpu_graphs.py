@@ -14,6 +14,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from card_sizes import sized
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from offline import make_core, run, tokens
 
@@ -41,6 +42,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 def core_of(path: str, **options: Any) -> EngineCore:
     values = dict(device="cuda", block_size=16, num_gpu_blocks_override=200, max_num_seqs=24, async_scheduling=True)
+    values |= sized(dict(), dict(max_num_batched_tokens=64))
     return make_core(path, **{**values, "kv_cache_memory": None, **options})
 
 

@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("transformers")
 pytest.importorskip("msgspec")
 
+from card_sizes import sized
 from checkpoints import make_checkpoint
 from offline import make_core, run
 
@@ -22,7 +23,7 @@ from inflight.engine.sampling_params import SamplingParams
 
 
 def test_swapped_blocks_come_back() -> None:
-    caches = [KVCache(*(torch.randn(300, 16, 2, 64, device="cuda") for _ in range(2))) for _ in range(3)]
+    caches = [KVCache(*(torch.randn(300, 16, 2, sized(64, 8), device="cuda") for _ in range(2))) for _ in range(3)]
     pools = [pool for cache in caches for pool in (cache.key, cache.value)]
     before = [pool.clone() for pool in pools]
     host = host_cache_of(caches, 200)
@@ -37,19 +38,20 @@ def test_swapped_blocks_come_back() -> None:
     assert 0 < host.seconds_per_block() < 0.1
 
 
+@pytest.mark.xdist_group("memory of the GPU")
 def test_no_load_takes_more_than_the_utilization(tmp_path: Path) -> None:
-    path = make_checkpoint("llama", tmp_path, head_dim=64, vocab_size=32000)
-    limits = {"max_num_seqs": 256, "max_num_batched_tokens": 8192}
+    vocab_size, count = sized((32000, 300), (500, 12))
+    path = make_checkpoint("llama", tmp_path, head_dim=64, vocab_size=vocab_size)
+    limits = dict(max_num_seqs=sized(256, 8), max_num_batched_tokens=sized(8192, 64))
     core = make_core(path, device="cuda", kv_cache_memory=None, gpu_memory_utilization=0.5, **limits)
     torch.cuda.reset_peak_memory_stats()
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, 32000, 100).tolist() for _ in range(300)]
+    prompts = [rng.integers(0, vocab_size, sized(100, 20)).tolist() for _ in range(count)]
     params = [
         SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, prompt_logprobs=5,
                        max_tokens=10, ignore_eos=True, seed=index)
-        for index in range(300)
+        for index in range(count)
     ]  # fmt: skip
     run(core, prompts, params)
-    free, total = torch.cuda.mem_get_info()
-    peak = total - free - torch.cuda.memory_reserved() + torch.cuda.max_memory_reserved()
-    assert peak <= 0.5 * total
+    # The allocator's own figure: other processes can use the card at the same time.
+    assert torch.cuda.max_memory_reserved() <= 0.5 * torch.cuda.mem_get_info()[1]

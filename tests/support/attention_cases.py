@@ -16,6 +16,7 @@ from inflight.attention.base import KVCache, LayerSpec
 from inflight.kernels.gpu import gpu_attention
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Tile
+from inflight.kernels.gpu.launch import interpreted
 
 FP8 = torch.float8_e4m3fn
 
@@ -69,8 +70,10 @@ def stored(case: PagedCase, cache: KVCache) -> PagedCase:
 def compile_ahead(jobs: list[tuple[LayerSpec, torch.dtype, int, Tile | None]]) -> None:
     """Fill the compiler's cache on disk from several processes: a layer takes one core several seconds.
 
-    Jobs are (layer, dtype, block size, tile); tile None is the shipped one.
+    Jobs are (layer, dtype, block size, tile); tile None is the shipped one.  The interpreter compiles nothing.
     """
+    if interpreted():
+        return
     context = multiprocessing.get_context("spawn")
     with context.Pool(max(1, min(8, (os.cpu_count() or 1) - 1, len(jobs)))) as pool:
         pool.map(_compile, jobs, chunksize=1)

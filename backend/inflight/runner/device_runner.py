@@ -309,7 +309,7 @@ class DeviceRunner(BaseRunner):
         if num_logits:
             ticket.sampled = sampled or self.finish_step(step, logits)
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
-        if step.asked.tops:  # the entries outlive the upload, which the next step overwrites
+        if step.asked.counts:  # the entries outlive the upload, which the next step overwrites
             ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
         ticket.ended.record()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
-from offline import make_core, run, tokens
+from offline import make_core, make_device_core, run, tokens
 from torch import Tensor, nn
 
 from inflight.engine.messages import AddRequest, SequenceDelta
@@ -143,3 +143,11 @@ def test_of_sequences_that_had_begun_the_first_that_runs_delivers_them(tmp_path:
     assert core.add_request(AddRequest(1, [5, 6, 7], params, output_token_ids=[None, [9], [8]])) is None
     seen = [delta for _ in range(9) for delta in core.step().deltas if delta.prompt_logprobs]
     assert [(delta.index, len(delta.prompt_logprobs or ())) for delta in seen] == [(1, 3)]
+
+
+def test_a_prompt_of_one_token_has_one_empty_entry(tmp_path: Path) -> None:
+    """Though no position predicts a token of it, with either runner."""
+    path = make_checkpoint("llama", tmp_path)
+    params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=2)]
+    for core in (make_core(path), make_device_core(path)):
+        assert entries_of(run(core, [[7]], params)) == [[[]]]

@@ -13,5 +13,6 @@ What it does not have: time, several cards, and the order in which a GPU adds fl
 
 from emulated_card.card import Card
 from emulated_card.install import emulated_card, is_emulated
+from emulated_card.tensors import launch_function
 
-__all__ = ["Card", "emulated_card", "is_emulated"]
+__all__ = ["Card", "emulated_card", "is_emulated", "launch_function"]

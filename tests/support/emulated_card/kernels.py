@@ -73,18 +73,27 @@ def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, wa
 
 def _compile(card: Card, kernel: Any, names: dict[str, Any], constants: list[str]) -> None:
     """The first launch with arguments of some kinds; loading its code is forbidden in a capture."""
-    key = tuple((name, value if name in constants else _kind(value)) for name, value in names.items())
+    general, unaligned = (
+        {kernel.arg_names[item] if isinstance(item, int) else item for item in kernel.kwargs.get(option) or ()}
+        for option in ("do_not_specialize", "do_not_specialize_on_alignment")
+    )
+    key = tuple(
+        (name, value if name in constants else _kind(value, name not in general, name not in general | unaligned))
+        for name, value in names.items()
+    )
     known = card.compiled.setdefault(kernel, {})
     if key not in known:
         card.forbid_in_capture(f"compiling the kernel {kernel.__name__}")
         known[key] = True
 
 
-def _kind(value: Any) -> Any:
+def _kind(value: Any, has_values: bool, has_alignment: bool) -> Any:
+    """What the compiler knows of an argument: its type, and unless told otherwise more."""
     if isinstance(value, Tensor):
-        return value.dtype, value.data_ptr() % _ALIGNMENT == 0
+        return value.dtype, has_alignment and value.data_ptr() % _ALIGNMENT == 0
     if isinstance(value, int) and not isinstance(value, bool):
-        return "int", value == 1, value % _ALIGNMENT == 0, -(2**31) <= value < 2**31
+        fits = -(2**31) <= value < 2**31
+        return "int", fits, has_values and value == 1, has_alignment and value % _ALIGNMENT == 0
     return type(value)
 
 

@@ -22,7 +22,7 @@ from emulated_card.streams import device_side
 if TYPE_CHECKING:
     from emulated_card.card import Card
 
-__all__ = ["CUDA", "CudaTensor", "contents", "dispatch", "each_tensor", "mapped", "new_tensor"]
+__all__ = ["CUDA", "CudaTensor", "contents", "dispatch", "each_tensor", "launch_function", "mapped", "new_tensor"]
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda:0")
@@ -164,6 +164,18 @@ def new_tensor(card: Card, size: Any, stride: Any, dtype: torch.dtype) -> CudaTe
     with device_side():
         inner = torch.empty(0, dtype=dtype).set_(memory.storage, 0, size, stride)
     return CudaTensor(inner, memory, card)
+
+
+def launch_function(function: Callable[..., Any], *arguments: Any) -> None:
+    """Launch a function of torch on CPU tensors as one kernel: it gets the contents of the card's tensors.
+
+    Its results must go to tensors among its arguments.
+    """
+    values = [value for value in each_tensor(arguments) if isinstance(value, CudaTensor)]
+    card = values[0].card
+    used = [value.memory for value in values if value.memory is not None]
+    _check_devices(function, list(each_tensor(arguments)))
+    card.launch(functools.partial(function, *mapped(arguments, contents)), used)
 
 
 def borrowed(card: Card, inner: Tensor) -> CudaTensor:
