@@ -9,7 +9,11 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
 from attention_cases import spec
+from emulated_card import is_emulated
 from paged_case import PagedCase, relative_error
+
+if is_emulated():
+    pytest.skip("the emulated card has no FlashAttention", allow_module_level=True)
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.gpu import gpu_varlen

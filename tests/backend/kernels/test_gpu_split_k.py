@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from checkpoints import make_checkpoint
+from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from compiled_kernels import compiled
+from offline import make_core, run, tokens
 from torch import Tensor, nn
 
 pytest.importorskip("triton")
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels import registry
 from inflight.kernels.gpu import gpu_split_k
 from inflight.kernels.gpu.gpu_split_k import MAX_ROWS, Split, Workspace, split_k_linear, split_of
@@ -137,6 +140,20 @@ def test_a_models_layers(small_tiles: list[tuple[int, ...]], tmp_path: Path) -> 
         small_tiles.clear()
     with pytest.raises(RuntimeError, match="dtype"):  # torch's, as without the switch
         down(random(3, inputs).double())
+
+
+@in_the_interpreter
+def test_greedy_output_of_an_engine_equals_generate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Chunks of more than 16 tokens and decodes of fewer; tiles of the real size."""
+    path, rng = make_checkpoint("llama", tmp_path, intermediate_size=2048), Random(0)
+    prompts, counts = [rng.choices(range(VOCAB), k=length) for length in (1, 7, 40)], [12, 9, 5]
+    options: dict[str, Any] = dict(dtype="float32", native_forward=False, max_num_batched_tokens=24)
+    with caplog.at_level(logging.INFO):
+        core = make_core(path, device="cpu", kv_cache_memory="8MiB", kernel_config={"split_k": True}, **options)
+    assert "split_k computes 2 linear layers, of the sizes [32, 2048]" in caplog.text
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
+    deltas = run(core, prompts, params, stagger=2)
+    assert [tokens(deltas[row, 0]) for row in range(3)] == greedy_reference(path, prompts, counts)
 
 
 @in_the_interpreter

@@ -138,9 +138,9 @@ def _wrong(spec: LayerSpec, dtype: torch.dtype, device: torch.device) -> str | N
     expected = torch.cat([attend_request(q, k, v, spec, None) for q, k, v in parts])
     try:
         out = _attend(query, key, value, starts, max(_TRIED_PROMPTS), spec).float()
+        off = float((out - expected).norm() / expected.norm())
     except Exception as error:  # no such function, other arguments, no kernel for this card
         return f"{type(error).__name__}: {error}".splitlines()[0]
-    off = float((out - expected).norm() / expected.norm())
     return None if off <= _TOLERANCE * torch.finfo(dtype).eps else f"its results differ by {off:.1%} from the reference"
 
 
