@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from emulated_card import Card, emulated_card, is_emulated
 from torch import Tensor, nn
+from torch.utils._device import _device_constructors
 
 CUDA = torch.device("cuda")
 MIB = 2**20
@@ -410,6 +411,14 @@ def test_modules_move_and_threads_see_the_card(card: Card) -> None:
     thread.join()
     assert linear.weight.device == torch.device("cuda:0")
     torch.testing.assert_close(results[0].cpu(), expected)
+
+
+def test_torchs_own_default_devices_hold() -> None:
+    _device_constructors.cache_clear()
+    with emulated_card(), torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"
+    with torch.device("meta"):
+        assert torch.tensor([]).device.type == "meta"
 
 
 def test_random_numbers_have_a_seed_of_their_own(card: Card) -> None:

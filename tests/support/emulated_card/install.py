@@ -16,6 +16,7 @@ import torch
 from gpu_rounding import rounded_as_on_a_gpu
 from quick_interpreter import quick_interpreter
 from torch import Tensor
+from torch.utils._device import _device_constructors
 
 from emulated_card import graphs, streams
 from emulated_card.card import Card
@@ -46,6 +47,7 @@ def emulated_card(
     """
     if torch.cuda.is_available():
         pytest.skip("there is a card already")
+    _device_constructors()  # it remembers torch.tensor at its first call, which must be torch's own
     card = Card(total, capability, num_sms, rng)
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
     with contextlib.ExitStack() as stack:
