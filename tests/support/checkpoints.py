@@ -64,13 +64,13 @@ FURTHER: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-def make_checkpoint(model_type: str, folder: Path, **changes: Any) -> str:
+def make_checkpoint(model_type: str, folder: Path, seed: int = 1234, **changes: Any) -> str:
     """Write a float32 checkpoint of `model_type` under `folder`; returns its directory."""
     values = {**_COMMON, **{**ARCHITECTURES, **FURTHER}[model_type], **changes}
     if model_type in ("gpt2", "opt"):
         values.pop("intermediate_size")
     config = AutoConfig.for_model(model_type, **values)
-    generator = torch.Generator().manual_seed(1234)
+    generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:

@@ -31,7 +31,7 @@ from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.kernels.registry import select_attention
-from inflight.loading.check.cases import Case, blocks_of, cases, position_limits, that_fit
+from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, eos_token_ids, max_model_len, read_config
@@ -57,6 +57,7 @@ _log = logging.getLogger(__name__)
 # token, before its sequences are cut to a few tokens: a fifth of a second on a CPU core.
 _CHECKED_TOKENS = 512
 _CHECKED_WEIGHTS = 4_000_000_000
+_REPEATS = 8  # sequences at each place, where half precision can change the choice of an expert
 
 
 @dataclass
@@ -277,8 +278,11 @@ def _cases(
     """Sequences for the check at load; past a window only where that costs little time."""
     windows = [spec.sliding_window for spec in specs if spec.sliding_window is not None]
     worth = _CHECKED_WEIGHTS * (1000 if device.type == "cuda" else 1)
-    budget = min(_CHECKED_TOKENS, worth // max(1, sum(parameter.numel() for parameter in model.parameters())))
-    return cases(int(text_config.vocab_size), max_len, limits, min(windows, default=None), budget)
+    is_half = next(model.parameters()).dtype != torch.float32
+    repeats = _REPEATS if is_half and has_experts(text_config) else 1
+    num_weights = sum(parameter.numel() for parameter in model.parameters())
+    budget = min(_CHECKED_TOKENS, worth // max(1, num_weights * repeats))
+    return cases(int(text_config.vocab_size), max_len, limits, min(windows, default=None), budget, repeats)
 
 
 def _load_check(
@@ -352,6 +356,15 @@ def _require_right(check: LoadCheck, error_of: Callable[[LoadCheck], float], all
             )
     raise LoadError(
         f"model type {check.model_type!r} is not supported: {how}the logits of a test batch differ by "
-        f"{off:.1%} (tolerance: {allowed:.1%}) from those of transformers' attention, so paged attention "
-        "drops a feature of the model; set check_on_load to false only if you know why they differ"
+        f"{off:.1%} (tolerance: {allowed:.1%}) from those of transformers' attention, {_cause(check, how)}; set "
+        "check_on_load to false only if you know why they differ"
+    )
+
+
+def _cause(check: LoadCheck, how: str) -> str:
+    if how or check.expected is None or not check.expected.own_error:
+        return "so paged attention drops a feature of the model"
+    return (
+        "though in float32 they agree: a kernel is wrong in this dtype, or the model magnifies its rounding; try "
+        "dtype float32, or native_forward false"
     )

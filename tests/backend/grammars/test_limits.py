@@ -77,7 +77,7 @@ def test_the_length_of_the_shortest_match(pattern: str, shortest: int) -> None:
     "piece", ["[", "(", "\\", "{1", "(?<", r"\/", "/", '"', "[[:a:]", ")", "a{99999999999}", "|", "?"]
 )
 def test_the_check_of_a_hostile_text_takes_time_in_proportion_to_its_length(piece: str) -> None:
-    """What goes back over its text takes minutes here."""
+    """An expression that goes back over its text takes minutes here."""
     for check in (check_regex, check_regexes_of_lark):
         began = time.process_time()
         with contextlib.suppress(ValueError):

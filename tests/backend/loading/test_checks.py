@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from nightly import nightly_but
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt2 import modeling_gpt2
+from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
 from inflight.attention.reference import ReferenceAttention
@@ -115,7 +117,7 @@ def test_a_kernel_with_a_small_error_is_refused_in_bfloat16(tmp_path: Path, monk
             return super().attend(*args) * 1.1
 
     monkeypatch.setattr("inflight.loading.loader.select_attention", lambda *_: Blurred())
-    with pytest.raises(LoadError, match=r"the logits of a test batch differ by \d+\.\d% \(tolerance: [1-4]\.\d%\)"):
+    with pytest.raises(LoadError, match=r"differ by \d+\.\d% \(tolerance: [1-4]\.\d%\) .* in float32 they agree"):
         load(load_config(path, attention_backend="reference"))
 
 
@@ -148,3 +150,32 @@ def test_eager_attention_that_fails_is_the_reason(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(modeling_llama, "eager_attention_forward", broken)
     with pytest.raises(LoadError, match=r"transformers' eager attention, .* fails: RuntimeError: no such luck"):
         load(load_config(path))
+
+
+@pytest.mark.parametrize("seed", nightly_but([2, 7], range(12)))
+def test_an_expert_that_rounding_changes_is_no_reason_to_refuse(
+    tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_checkpoint("gpt_oss", tmp_path, seed=seed, num_hidden_layers=6)
+    load(load_config(path))
+    assert "compute other logits" not in caplog.text, "nor to slow it down"
+
+
+@pytest.mark.parametrize("first_wrong_position", [0, 200])
+def test_a_kernel_with_an_error_is_refused_where_experts_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_wrong_position: int
+) -> None:
+    path = make_checkpoint("gpt_oss", tmp_path, seed=2, num_hidden_layers=6)
+    forward = modeling_gpt_oss.GptOssModel.forward
+
+    def blurred(self: nn.Module, input_ids: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> Any:
+        out = forward(self, input_ids=input_ids, position_ids=position_ids, **kwargs)
+        x = out.last_hidden_state
+        if x.dtype == torch.bfloat16 and self.config._attn_implementation == "inflight":
+            wrong = (position_ids >= first_wrong_position)[..., None]
+            out.last_hidden_state = torch.where(wrong, x + 0.3 * x.roll(1, -1), x)
+        return out
+
+    monkeypatch.setattr(modeling_gpt_oss.GptOssModel, "forward", blurred)
+    with pytest.raises(LoadError, match="'gpt_oss' is not supported"):
+        load(load_config(path, native_forward=False))

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Case", "blocks_of", "cases", "position_limits", "that_fit"]
+__all__ = ["Case", "blocks_of", "cases", "has_experts", "position_limits", "that_fit"]
 
 SHORT, LONG = 7, 12
 _MAX_LIMITS = 3
@@ -34,14 +34,22 @@ class Case:
     def end(self) -> int:
         return self.first_position + len(self.token_ids)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The first position, and the one behind the last."""
+        return self.first_position, self.end
 
-def cases(vocab_size: int, max_model_len: int, limits: list[int], window: int | None, budget: int) -> list[Case]:
+
+def cases(
+    vocab_size: int, max_model_len: int, limits: list[int], window: int | None, budget: int, repeats: int = 1
+) -> list[Case]:
     """A short sequence at the start and a longer one at the very end; and one across each limit.
 
     Args:
         limits: positions from which on the model can compute something else.
         window: tokens of the smallest window.
         budget: tokens that one sequence may have to reach past a window.
+        repeats: sequences of other tokens at each place; the first of each come first.
     """
     longest = max(1, max_model_len - 1)  # the KV of a request's very last token is never computed
     length = LONG
@@ -52,7 +60,7 @@ def cases(vocab_size: int, max_model_len: int, limits: list[int], window: int | 
     places += [(LONG, limit - LONG // 2) for limit in limits[:_MAX_LIMITS] if LONG <= limit < longest - LONG]
     return [
         Case(np.random.default_rng(seed).integers(0, vocab_size, size).tolist(), first)
-        for seed, (size, first) in enumerate(places)
+        for seed, (size, first) in enumerate(places * repeats)
     ]
 
 
@@ -70,6 +78,13 @@ def that_fit(found: list[Case], num_blocks: int, block_size: int) -> list[Case]:
             fitting.append(case)
             num_blocks -= need
     return fitting or [Case(found[0].token_ids[: num_blocks * block_size], found[0].first_position)]
+
+
+def has_experts(text_config: Any) -> bool:
+    """Whether config.json names a number of experts; a router chooses some of them for each token."""
+    return any(
+        "experts" in name and isinstance(value, int) and value > 1 for name, value in text_config.to_dict().items()
+    )
 
 
 def position_limits(text_config: Any) -> list[int]:
