@@ -60,6 +60,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # Others, for a test of their own.
 FURTHER: dict[str, dict[str, Any]] = {
     "modernbert-decoder": dict(local_attention=16, pad_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0),
+    "roberta": dict(is_decoder=True, pad_token_id=1, type_vocab_size=1),
 }
 
 
@@ -75,7 +76,7 @@ def make_checkpoint(model_type: str, folder: Path, seed: int = 1234, **changes: 
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
             parameter.normal_(0, 0.3 if "embed" in name or "head" in name else 0.2, generator=generator)
-        elif "norm" not in name and "ln_" not in name:
+        elif "norm" not in name.lower() and "ln_" not in name:
             parameter.normal_(0, 0.2, generator=generator)  # biases and sinks
     path = folder / model_type
     model.save_pretrained(path)

@@ -60,3 +60,8 @@ def test_greedy_output_equals_generate(model_type, setting):
     assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == reference
     if setting == "preempting":
         assert core.scheduler.num_preempted_total > 0, "the pool must be too small"
+
+
+def test_positions_are_those_of_generate_where_forward_counts_otherwise() -> None:
+    """roberta's `forward()` counts from `padding_idx + 1` unless it gets positions, as `generate()` gives them."""
+    test_greedy_output_equals_generate("roberta", "small chunks")
