@@ -27,13 +27,13 @@ if find_spec("msgspec") is None:
 
 HAS_GPU = torch.cuda.is_available()
 
-# What an emulated card cannot show, by the test's name.
+# Tests that say nothing on an emulated card, by name.
 NOT_EMULATED = {
     "test_more_tokens_than_a_grid_dimension": "70,000 programs take minutes in the interpreter",
     "test_nothing_is_compiled_after_load": "the interpreter compiles nothing at load",
     "test_one_long_context_among_short_ones": "a context of 60,000 tokens takes minutes in the interpreter",
 }
-# What `make test` runs on an emulated card; the others run nightly, since the interpreter is slow.
+# Tests that `make test` runs on an emulated card; the others run nightly, since the interpreter is slow.
 IN_SHORT = (
     "test_agrees_with_the_reference[decode-torch.bfloat16]",
     "test_agrees_with_the_reference[mix-torch.float32]",
@@ -43,7 +43,6 @@ IN_SHORT = (
     "test_a_captured_step_serves_other_batches[never split]",
     "test_auto_selects_it",
     "test_inputs_equal_their_definition[limits0]",
-    "test_a_launch_waits_for_nothing",
     "test_products_are_the_twins[16-16-True-torch.bfloat16]",
     "test_quantising_is_the_twins",
     "test_merged_layers_compute_the_same",

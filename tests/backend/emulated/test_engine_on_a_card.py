@@ -175,7 +175,7 @@ def test_memory_comes_back_after_a_failed_capture(card: Card, checkpoint: str, m
 def test_a_buffer_that_is_reused_too_early_changes_tokens(
     card: Card, checkpoint: str, on_the_cpu: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What these tests find: a ring whose places are given away before the card has read them."""
+    """These tests find a ring whose places are given away before the card has read them."""
     core = card_core(checkpoint, seed=1, enforce_eager=True)
     monkeypatch.setattr(DeviceRunner, "_next_buffers", lambda self: self._ring[0])
     prompts, params = requests(6)
