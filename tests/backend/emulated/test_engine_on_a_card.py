@@ -158,7 +158,6 @@ def test_a_model_that_reads_its_tensors_runs_without_graphs(
     assert work_of(core, prompts, params, stagger=1) == expected
 
 
-@pytest.mark.xfail(reason="a failed capture is not ended in the allocator")
 def test_memory_comes_back_after_a_failed_capture(card: Card, checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -175,7 +174,7 @@ def test_memory_comes_back_after_a_failed_capture(card: Card, checkpoint: str, m
 def test_a_buffer_that_is_reused_too_early_changes_tokens(
     card: Card, checkpoint: str, on_the_cpu: EngineCore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What these tests find: a ring whose places are given away before the card has read them."""
+    """These tests find a ring whose places are given away before the card has read them."""
     core = card_core(checkpoint, seed=1, enforce_eager=True)
     monkeypatch.setattr(DeviceRunner, "_next_buffers", lambda self: self._ring[0])
     prompts, params = requests(6)

@@ -8,7 +8,7 @@
 - A graph replays launches at the addresses of its capture, which must still be allocated.
 - Memory is limited, and accounted for as by torch's allocator.
 
-What it does not have: time, several cards, and the order in which a GPU adds floating-point numbers.
+It does not have times, several cards, or the order in which a GPU adds floating-point numbers.
 """
 
 from emulated_card.card import Card

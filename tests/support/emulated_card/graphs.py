@@ -31,7 +31,7 @@ class Capture:
     """One capture, from begin to end.
 
     Attributes:
-        streams: whose launches it records: the one it began on, and those that waited for it.
+        streams: whose launches it records: the one it began on, and streams that waited for it.
         works: what a replay does, in order.
         is_valid: nothing was done that a capture cannot contain.
     """
@@ -54,7 +54,7 @@ class Capture:
                 self._inputs[id(allocation)] = weakref.ref(allocation)
 
     def check_inputs(self) -> None:
-        """Raises RuntimeError if memory that the graph uses was freed: CUDA would read whatever is there now."""
+        """Raises RuntimeError if memory that the graph uses was freed: CUDA would read its present contents."""
         if any(ref() is None for ref in self._inputs.values()):
             raise RuntimeError("a CUDA graph uses memory that was freed after its capture")
 

@@ -69,7 +69,7 @@ def emulated_card(
 
 
 def _replacements(card: Card) -> dict[Any, dict[str, Any]]:
-    """What the card replaces, by owner: all of it is the public interface of torch, or what that calls."""
+    """The attributes that the card replaces, by their owner."""
     return {
         torch.cuda: _cuda_of(card),
         torch: {name: _on_the_host_first(getattr(torch, name), card) for name in ("tensor", "as_tensor")},

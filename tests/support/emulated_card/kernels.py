@@ -88,7 +88,7 @@ def _compile(card: Card, kernel: Any, names: dict[str, Any], constants: list[str
 
 
 def _kind(value: Any, has_values: bool, has_alignment: bool) -> Any:
-    """What the compiler knows of an argument: its type, and unless told otherwise more."""
+    """The part of an argument that the compiler uses: its type, and unless told otherwise more."""
     if isinstance(value, Tensor):
         return value.dtype, has_alignment and value.data_ptr() % _ALIGNMENT == 0
     if isinstance(value, int) and not isinstance(value, bool):

@@ -151,7 +151,7 @@ class Allocator:
             free = (self.total - self.others - self.reserved) / _MIB
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size / _MIB:.2f} MiB. GPU 0 has a total capacity of "
-                f"{self.total / _MIB:.2f} MiB of which {free:.2f} MiB is free."
+                f"{self.total / _MIB:.2f} MiB; {free:.2f} MiB are free."
             )
         pool.reserved += grown
         self.peak = max(self.peak, self.reserved)
@@ -174,7 +174,7 @@ class Allocator:
             pool.leftovers.append((capture, fill))
 
     def release_cached(self) -> None:
-        """What `empty_cache` does; nothing while a capture is under way, or was begun and never ended."""
+        """`empty_cache`; does nothing while a capture is under way, or was begun and never ended."""
         if self.underway:
             return
         self._drain()

@@ -1,6 +1,6 @@
 """Streams of an emulated card: work runs as late as possible, in the order of its stream.
 
-Nothing runs until somebody waits for it, or a stream is as long as CUDA lets it be.  A program that reads results too
+Nothing runs until the host waits for it, or a stream is as long as CUDA lets it be.  A program that reads results too
 early, or overwrites what a copy has still to read, therefore always sees wrong values.
 """
 

@@ -2,7 +2,7 @@
 
 A `CudaTensor` says that it is on cuda:0; its contents are a CPU tensor that only the card's work touches.  An operation
 learns the shape of its result from the meta device, allocates it, and launches the computation for later.  These
-are not late: operations whose result's size depends on contents wait for the stream, as on a GPU, and so do those
+are not late: operations whose result's size depends on contents wait for the stream, as on a GPU, and so do operations
 that the meta device does not know.
 """
 
@@ -54,7 +54,7 @@ class CudaTensor(Tensor):
         memory: the allocation that it keeps alive; None for memory that it does not own.
     """
 
-    inner: Tensor  # type: ignore[assignment]
+    inner: Tensor  # type: ignore[assignment]  # hides torch.inner
     memory: Allocation | None
     card: Card
 
@@ -74,7 +74,9 @@ class CudaTensor(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         card = next(value.card for value in each_tensor((args, kwargs or {})) if isinstance(value, CudaTensor))
         return dispatch(card, func, args, kwargs or {})
 
@@ -151,7 +153,7 @@ def mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
 
 
 def contents(value: Tensor) -> Tensor:
-    """What the card's work reads and writes.  A host scalar is read when the work is launched."""
+    """The tensor that the card's work reads and writes.  A host scalar is read when the work is launched."""
     if isinstance(value, CudaTensor):
         return value.inner
     return value.clone() if value.dim() == 0 else value
