@@ -16,7 +16,7 @@ from emulated_card.memory import Allocation, Pool
 if TYPE_CHECKING:
     from emulated_card.card import Card
 
-__all__ = ["CUDAGraph", "Capture", "graph", "new_pool"]
+__all__ = ["CUDAGraph", "Capture", "MemPool", "graph", "new_pool"]
 
 _numbers = count(1)
 _INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
@@ -25,6 +25,22 @@ _INVALIDATED = "CUDA error: operation failed due to a previous error during capt
 def new_pool() -> tuple[int, int]:
     """`torch.cuda.graph_pool_handle`"""
     return 0, next(_numbers)
+
+
+class MemPool:
+    """Implements `torch.cuda.MemPool`: a pool with one user more than its graphs."""
+
+    def __init__(self) -> None:
+        self.id = new_pool()
+        self._allocator = streams.current_card().allocator
+        self._pool = self._allocator.pool_of(self.id)
+        self._pool.users += 1
+
+    def use_count(self) -> int:
+        return self._pool.users
+
+    def __del__(self) -> None:
+        self._allocator.leave(self.id)
 
 
 class Capture:

@@ -24,6 +24,7 @@ from emulated_card.device_guard import device_guard
 from emulated_card.kernels import CheckedAccess, launch_kernel
 from emulated_card.tensors import CUDA, CudaTensor, borrowed
 from inflight.kernels.gpu import launch
+from inflight.runner import capture
 
 __all__ = ["emulated_card", "is_emulated"]
 
@@ -70,6 +71,10 @@ def emulated_card(
 
 def _replacements(card: Card) -> dict[Any, dict[str, Any]]:
     """The attributes that the card replaces, by their owner."""
+    pools = {
+        "_cuda_endAllocateToPool": lambda device, pool: card.allocator.end(pool),
+        "_cuda_releasePool": lambda device, pool: card.allocator.leave(pool),
+    }
     return {
         torch.cuda: _cuda_of(card),
         torch: {name: _on_the_host_first(getattr(torch, name), card) for name in ("tensor", "as_tensor")},
@@ -82,10 +87,8 @@ def _replacements(card: Card) -> dict[Any, dict[str, Any]]:
             ),
             "is_pinned": lambda self, device=None: not isinstance(self, CudaTensor) and self in card.pinned,
         },
-        torch._C: {
-            "_cuda_endAllocateToPool": lambda device, pool: card.allocator.end(pool),
-            "_cuda_releasePool": lambda device, pool: card.allocator.leave(pool),
-        },
+        torch._C: pools,
+        capture: pools,  # it has imported them by name
         threading.Thread: {"run": _in_mode(threading.Thread.run, card)},
     }
 
@@ -139,6 +142,7 @@ def _cuda_of(card: Card) -> dict[str, Any]:
         "default_stream": lambda device=None: card.default_stream,
         "synchronize": card.synchronize,
         "CUDAGraph": graphs.CUDAGraph,
+        "MemPool": graphs.MemPool,
         "graph": graphs.graph,
         "graph_pool_handle": graphs.new_pool,
         "is_current_stream_capturing": lambda: card.capture_of(card.current_stream()) is not None,
