@@ -14,9 +14,9 @@ CANONICAL = {name for name, key in SAMPLING_KEYS.items() if key.has_effect and k
 OTHER_CLIENTS = {"end_id", "guided_decoding_guide_type", "guided_decoding_guide", "guided_decoding", "flat_logprobs"}
 # The content of responses, which the client chooses itself.
 RESPONSES = {"output_kind", "detokenize"}
-# Options of the gateway's bodies that are no sampling parameters.
+# Options of the gateway's bodies that are no sampling parameters of the client.
 REQUEST_LEVEL = {"model", "stream", "stream_options", "user", "prompt_cache_key", "priority"} | {
-    *("cache_salt", "request_id", "return_token_ids"),
+    *("best_of", "cache_salt", "request_id", "return_token_ids"),
 }
 
 
