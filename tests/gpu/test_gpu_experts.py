@@ -19,7 +19,7 @@ from inflight.ops.experts import ExpertProducts, ExpertWeights, SwiGlu, referenc
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
-EXPERTS, HIDDEN, INNER = 32, 2880, 1440
+EXPERTS, HIDDEN, INNER = 8, 160, 96  # bench/gpu_experts.py checks those of real models
 ROUTINGS = routings(EXPERTS, 4)
 
 
@@ -27,7 +27,11 @@ def products(packed: bool, dtype: torch.dtype) -> ExpertProducts:
     make = mxfp4_weights if packed else plain_weights
     parts = [make(EXPERTS, 2 * INNER, HIDDEN, dtype), make(EXPERTS, HIDDEN, INNER, dtype, 1)]
     on_card = [
-        ExpertWeights(part.values.to(CUDA), *(x if x is None else x.to(CUDA) for x in (part.scales, part.bias)))
+        ExpertWeights(
+            part.values.to(CUDA),
+            None if part.scales is None else part.scales.to(CUDA),
+            None if part.bias is None else part.bias.to(CUDA),
+        )
         for part in parts
     ]
     return ExpertProducts(on_card[0], on_card[1], SwiGlu(True, 7.0, 1.702) if packed else SwiGlu())
@@ -43,7 +47,7 @@ def inputs(index: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("packed", [True, False], ids=["mxfp4", "plain"])
 def test_experts_are_right_and_bits_repeat(packed: bool, dtype: torch.dtype) -> None:
     experts = products(packed, dtype)
-    many = torch.cat([ROUTINGS["many tokens"], ROUTINGS["uneven"]] * 12)  # tiles of 64 and more
+    many = torch.cat([ROUTINGS["many tokens"]] * 4)  # tiles of 128 rows
     for index in (*ROUTINGS.values(), many):
         x, index, weights = inputs(index, dtype)
         exact = reference_experts(x.float(), experts, index, weights.float())
@@ -59,7 +63,7 @@ def test_a_graph_serves_any_routing() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = GpuExperts().experts(x, experts, index, weights)
-    for shift in range(5):
+    for shift in range(3):
         index.copy_((index + shift * torch.arange(len(index), device=CUDA)[:, None]) % EXPERTS)
         graph.replay()
         exact = reference_experts(x.float(), experts, index, weights.float())
@@ -67,13 +71,13 @@ def test_a_graph_serves_any_routing() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("outputs", "size"), [(4096, 14336), (12288, 1536), (1000, 4096)])
+@pytest.mark.parametrize(("outputs", "size"), [(320, 512), (200, 144)])
 def test_products_with_block_scales_are_right(outputs: int, size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     weight = torch.randn(outputs, size, device=CUDA).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
     scale = torch.rand(-(-outputs // 128), -(-size // 128), device=CUDA) / 1000
     layer = BlockFp8Linear(weight, scale, (128, 128), None, dtype, GpuBlockFp8())
-    for rows in (1, 16, 17, 256, 300):
+    for rows in (1, 17, 300):
         x = torch.randn(rows, size, device=CUDA).to(dtype)
         exact = x.double() @ layer.dequantised(torch.float32).double().t()
         assert relative_error(layer(x), exact) < 0.006
