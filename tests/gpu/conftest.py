@@ -48,8 +48,6 @@ IN_SHORT = (
     "test_quantising_is_the_twins",
     "test_merged_layers_compute_the_same",
     "test_a_models_logits_are_the_twins[llama]",
-    "test_padding_touches_no_slot_of_the_pool",
-    "test_an_output_of_a_graph_is_what_the_replay_writes",
     "test_swapped_blocks_come_back",
     "test_a_gpu_uses_them",
     "test_the_host_waits_for_nothing",

@@ -218,6 +218,7 @@ def test_numbers_that_are_none_are_refused(path: str, as_on_a_card: None) -> Non
         loaded(path, **SWITCH)
 
 
+@pytest.mark.nightly
 def test_memory_is_checked_for_eight_bits(path: str, as_on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     actual = compress_blocks(path)
     in_fp8 = sum(weight.numel() for weight in actual.values())

@@ -11,6 +11,7 @@ import torch
 from checkpoints import make_checkpoint
 from fake_graph import interpreted_launches
 from mxfp4_checkpoints import make_mxfp4_checkpoint
+from nightly import nightly_but
 from offline import run, tokens
 from safetensors.torch import load_file, save_file
 
@@ -72,7 +73,7 @@ def by_kernels(model: LoadedModel) -> bool:
     return all("forward" in vars(module) for module in experts_of(model))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", nightly_but(["bfloat16"], ["bfloat16", "float16"]))
 def test_mxfp4_stays_in_four_bits(dtype: str, tmp_path: Path) -> None:
     """The logits are as near to those in float32 as those of unpacked experts; the memory is a quarter."""
     path = make_mxfp4_checkpoint(tmp_path)
@@ -114,6 +115,7 @@ def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
         loaded(path, **FUSED)
 
 
+@pytest.mark.nightly
 def test_memory_is_checked_for_four_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A card with room for the packed weights only, beside embeddings in float32, refuses the unpacked ones."""
     from inflight.loading.checkpoint import weights
@@ -128,7 +130,7 @@ def test_memory_is_checked_for_four_bits(tmp_path: Path, monkeypatch: pytest.Mon
         loaded(path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("model_type", nightly_but(["qwen3_moe"], ["qwen3_moe", "mixtral", "gpt_oss"]))
 def test_plain_experts(model_type: str, tmp_path: Path) -> None:
     path = make_checkpoint(model_type, tmp_path)
     fused = loaded(path, dtype="float32", **FUSED)
