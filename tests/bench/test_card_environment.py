@@ -37,7 +37,7 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
     for package, version in (("torch", "2.11."), ("triton", "3.6."), ("transformers", "5.17.")):
         assert record["versions"][package].startswith(version)
     measured = {row["stage"] for row in record["rows"] if row.get("achieved", 0) > 0}
-    assert measured >= {stage.name for stage in gpu_stages.STAGES} - {"tests"}  # tests/gpu is skipped without a card
+    assert measured >= {stage.name for stage in gpu_stages.STAGES}  # tests/gpu runs on the emulated card
 
 
 def test_the_kernels_are_interpreted_and_compiled(tmp_path: Path) -> None:
