@@ -51,6 +51,7 @@ def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     pretend_a_card(monkeypatch)
     monkeypatch.setattr(loader, "_CHECKED_TOKENS", 12)  # the interpreter takes milliseconds for each program
+    monkeypatch.setattr(loader, "_REPEATS", 2)
     monkeypatch.setattr(gpu_experts, "_TILES", gpu_experts._TILES[:1])
 
 
