@@ -34,7 +34,7 @@ def commands(cores: int, has_xdist: bool) -> list[tuple[list[str], int]]:
 
     `--dist worksteal` and not `loadfile`, which runs a test that kills its process again and again.
     """
-    # Nightly ones are those that the emulated card runs slowly; on a card there are none.
+    # The emulated card runs some slowly, and marks them as nightly; on a card none are.
     base = [
         sys.executable,
         "-u",
