@@ -56,5 +56,5 @@ def __getattr__(name: str) -> Any:
         if missing not in _BACKEND_EXTRA:
             raise
         raise ImportError(
-            f"inflight.{name} needs {missing}, which is not installed: pip install 'inflight[backend]'"
+            f"inflight.{name} needs {missing}, which is not installed: pip install 'triton-inflight[backend]'"
         ) from None

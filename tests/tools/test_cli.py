@@ -162,7 +162,7 @@ def test_without_the_launchers_packages_the_command_line_says_what_to_install(tm
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    said = "inflight: psutil not found; it is needed to start a server: pip install 'inflight[server]'\n"
+    said = "inflight: psutil not found; it is needed to start a server: pip install 'triton-inflight[server]'\n"
     assert done.stderr == said
 
 

@@ -252,7 +252,7 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     try:
         from inflight_tools.launcher import TritonServer
     except ModuleNotFoundError as error:
-        fail(f"{error.name} not found; it is needed to start a server: pip install 'inflight[server]'")
+        fail(f"{error.name} not found; it is needed to start a server: pip install 'triton-inflight[server]'")
     return TritonServer(model_repository, **options)
 
 

@@ -149,7 +149,7 @@ def gateway_options(**values: Any) -> GatewayOptions:
 
         return GatewayOptions(**values)
     except ModuleNotFoundError as error:
-        fail(f"{error.name} not found; the gateway needs it: pip install 'inflight[gateway]'")
+        fail(f"{error.name} not found; the gateway needs it: pip install 'triton-inflight[gateway]'")
     except ValueError as error:
         fail(str(error), status=2)
 

@@ -195,7 +195,7 @@ IMPORT = "import sys; sys.modules[{missing!r}] = None; from inflight import {nam
 def test_without_the_extra_the_import_says_what_to_install(missing):
     done = subprocess.run([sys.executable, "-c", IMPORT.format(missing=missing, name="LLM")], capture_output=True)
     last = done.stderr.decode().splitlines()[-1]
-    said = f"inflight.LLM needs {missing}, which is not installed: pip install 'inflight[backend]'"
+    said = f"inflight.LLM needs {missing}, which is not installed: pip install 'triton-inflight[backend]'"
     assert (done.returncode, last) == (1, f"ImportError: {said}")
     assert done.stderr.count(b"Traceback") == 1, "the failed import is not shown"
 
