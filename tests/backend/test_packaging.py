@@ -46,7 +46,7 @@ def test_the_image_installs_what_backend_and_gateway_need() -> None:
 def test_no_message_names_the_distribution_of_someone_else() -> None:
     """PyPI's `inflight` is another project; this one is `triton-inflight`, and its packages keep their names."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "triton-inflight"
-    named = re.compile(r"""pip install [^\n]*?(?<![\w/.-])inflight(?:\[|['"\s]|$)""", re.MULTILINE)
+    named = re.compile(r"""pip install [^\n`]*?(?<![\w/.-])inflight(?:\[|['"\s]|$)""", re.MULTILINE)
     folders = [ROOT / name for name in ("backend", "client", "gateway", "tools", "docs", "deploy", "loadtest", "bench")]
     files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile"]
     files += [file for folder in folders for file in folder.rglob("*") if file.suffix in {".py", ".md", ".sh", ".yaml"}]
