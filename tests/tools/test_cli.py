@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+import inflight
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools import cli, foreground, launcher
 from inflight_tools.installation import find_wheel
@@ -65,11 +66,19 @@ def test_the_command_line_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_the_version_and_the_short_form_of_help() -> None:
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"inflight {inflight.__version__}\n"
+    assert "Serve a checkpoint" in CliRunner().invoke(cli.app, ["serve", "-h"]).output
+
+
 def test_wrong_usage_is_one_line_and_status_2(
     servers: list[RecordingServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arguments, message in [
-        ([], "give --model, or --model-repository"),
+        ([], "give a model, or --model-repository"),
+        (["a/b", "--model", "a/c"], "'a/b' and --model 'a/c' both name a model: give one of them"),
+        (["--model-repository", "nowhere"], "--model-repository nowhere: no such directory"),
+        (["--model-repository", "."], "--model-repository .: no model there; `inflight init . --model"),
         (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory"),
         (["--model", "two words"], "model='two words': no such directory, and not a hub id"),
         (["--model", "."], "no config.json in that directory"),
@@ -99,7 +108,7 @@ def test_wrong_usage_is_one_line_and_status_2(
 
 
 def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, servers: list[RecordingServer]) -> None:
-    arguments = ["--model", str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
+    arguments = [str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
     arguments += ["--set", "seed=7", "--set", "enable_prefix_caching=false", "--set", "chat_template={{ x }}"]
     result = CliRunner().invoke(cli.app, ["serve", *arguments, "--port", "0", "--host", "127.0.0.2"])
     assert result.exit_code == 0, result.output
