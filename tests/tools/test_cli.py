@@ -52,6 +52,13 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
 
 
 @pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.pbtxt").touch()
+    return tmp_path
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "My Checkpoint"
     folder.mkdir()
@@ -128,8 +135,8 @@ def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, serv
     }
 
 
-def test_serve_of_a_repository_loads_only_the_named_models(tmp_path: Path, servers: list[RecordingServer]) -> None:
-    arguments = ["--model-repository", str(tmp_path), "--load-model", "a", "--load-model", "b"]
+def test_serve_of_a_repository_loads_only_the_named_models(repository: Path, servers: list[RecordingServer]) -> None:
+    arguments = ["--model-repository", str(repository), "--load-model", "a", "--load-model", "b"]
     assert CliRunner().invoke(cli.app, ["serve", *arguments]).exit_code == 0
     assert servers[0].options["model_control_mode"] == "explicit"
     assert servers[0].options["load_models"] == ["a", "b"]
@@ -164,12 +171,12 @@ def test_init_writes_paths_that_survive_moving_the_repository(tmp_path: Path, mo
     assert (config.model, config.tokenizer) == (str(elsewhere / "weights" / "tiny"), str(elsewhere / "words"))
 
 
-def test_without_the_launchers_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_launchers_packages_the_command_line_says_what_to_install(repository: Path) -> None:
     code = (
         "import sys; sys.modules['psutil'] = None\n"
         "from inflight_tools.cli import app; app(['serve', '--model-repository', sys.argv[1]])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(repository)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     said = "inflight: psutil not found; it is needed to start a server: pip install 'triton-inflight[server]'\n"
     assert done.stderr == said
@@ -197,13 +204,13 @@ def _run(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def test_a_port_in_use_is_one_line_and_status_1(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_status_1(repository: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         result = CliRunner().invoke(
-            cli.app, ["serve", "--model-repository", str(tmp_path), "--http-port", str(port), "--grpc-port", "0"]
+            cli.app, ["serve", "--model-repository", str(repository), "--http-port", str(port), "--grpc-port", "0"]
         )
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
@@ -335,11 +342,11 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
     assert session_members(pid) == [] and not gateway.is_running()
 
 
-def test_serve_starts_a_gateway_beside_the_server(tmp_path: Path, servers: list[RecordingServer]) -> None:
+def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: list[RecordingServer]) -> None:
     RecordingServer.host, RecordingServer.admin_key = "127.0.0.1", "a-key-of-16-chars"  # type: ignore[attr-defined]
-    keys = tmp_path / "keys"
+    keys = repository / "keys"
     keys.write_text("# ours\nfile-key\n\n")
-    arguments = ["serve", "--model-repository", str(tmp_path), "--openai-port", "0", "--openai-workers", "2"]
+    arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
     asked = ["--strict", "--allowed-origin", "https://page.example"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0

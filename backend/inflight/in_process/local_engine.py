@@ -80,8 +80,8 @@ class OpenRequest:
 class LocalEngine:
     """The engine behind `LLM` and `AsyncLLM`.
 
-    Threads take turns.  What interrupts a turn (an exception of a signal handler, of another thread or of the device)
-    leaves an engine that the next turn makes anew: the checkpoint stays, open requests and the prefix cache are lost.
+    Threads take turns.  After an exception within a turn (of a signal handler, of another thread or of the device) the
+    next turn makes the core anew: the checkpoint stays, open requests and the prefix cache are lost.
 
     Args:
         caller: for errors, such as "LLM()".
@@ -235,7 +235,7 @@ class LocalEngine:
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """What happens inside is whole, or the engine is made anew.
+        """One thread at a time; after an exception inside, the next turn makes the core anew.
 
         Raises:
             RuntimeError: this process was forked from the one that made the engine, or the engine is closed.

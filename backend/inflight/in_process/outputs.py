@@ -1,4 +1,4 @@
-"""What `LLM` and `AsyncLLM` return, under vLLM's names.  No torch."""
+"""The outputs of `LLM` and `AsyncLLM`, under vLLM's names.  No torch."""
 
 from __future__ import annotations
 
