@@ -232,8 +232,8 @@ def _kernels_on(card: Card) -> Iterator[None]:
     caches = property(lambda self: {0: (card.compiled.setdefault(self, {}),)})
     card.access = CheckedAccess(interpreter._interpreter)
     with (
-        quick_interpreter(),
         rounded_as_on_a_gpu(),
+        quick_interpreter(),
         patch.object(interpreter.InterpretedFunction, "run", run),
         patch.object(interpreter.InterpretedFunction, "device_caches", caches, create=True),
         patch.object(interpreter, "_interpreter", card.access),
