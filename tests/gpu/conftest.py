@@ -52,3 +52,12 @@ def card() -> Iterator[None]:
     """One for each test: after an error of its work a card is of no use."""
     with _card():
         yield
+
+
+@pytest.fixture
+def any_kernels(card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where kernels are not what is tested: on the emulated card, engines have functions of torch in their place."""
+    if not HAS_GPU:
+        from card_rig import functions_as_kernels
+
+        functions_as_kernels(monkeypatch)

@@ -61,7 +61,11 @@ def requests(count: int, kinds: list[dict[str, Any]]) -> tuple[list[list[int]], 
     ],
     ids=["ahead", "eager, one at a time", "preempting", "swapping"],
 )
-def test_every_rule_gives_the_tokens_of_the_cpu(checkpoint: str, options: dict[str, Any]) -> None:
+def test_every_rule_gives_the_tokens_of_the_cpu(
+    checkpoint: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if options:
+        request.getfixturevalue("any_kernels")
     prompts, params = requests(sized(42, 14), KINDS)
     expected = run(make_core(checkpoint, device="cpu", **LIMITS), prompts, params)
     if "swap_space" in options:

@@ -66,8 +66,12 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_greedy_output_equals_generate(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
     """Of a model with experts, too, if its steps can be captured."""
+    if model_type != "llama":
+        request.getfixturevalue("any_kernels")  # test_gpu_engine.py has these models' kernels
     path = make_checkpoint(model_type, tmp_path)
     core = core_of(path)
     if model_type != "gpt_oss":
@@ -82,6 +86,7 @@ def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: 
     assert [found[index, 0] for index in range(count)] == greedy_reference(path, prompts_of(count), [length] * count)
 
 
+@pytest.mark.usefixtures("any_kernels")
 @pytest.mark.parametrize("mixed", sized([0, 256], [0, 32]))
 def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int) -> None:
     params = [
@@ -95,15 +100,19 @@ def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int)
 
 def test_steps_with_prompts_are_as_without_graphs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, decodes beside them; every step is a replay."""
-    options = dict(max_num_batched_tokens=48, max_num_seqs=8)
-    params = [SamplingParams(temperature=0.0, max_tokens=sized(12, 5), ignore_eos=True)] * sized(12, 9)
+    count, rows = sized((48, 8), (32, 4))
+    options = dict(max_num_batched_tokens=count, max_num_seqs=rows)
+    params = [SamplingParams(temperature=0.0, max_tokens=sized(12, 5), ignore_eos=True)] * sized(12, 7)
     expected = output(core_of(checkpoint, enforce_eager=True, **options), params)
-    core = core_of(checkpoint, max_cudagraph_capture_size=48, **options)
-    assert runner_of(core).graphs.bucket(StepSize(3, 40, 2, 30, 30)) == StepSize(8, 48, 8, 48, 2**14, 2**12)
+    core = core_of(checkpoint, max_cudagraph_capture_size=count, **options)
+    assert runner_of(core).graphs.bucket(StepSize(3, count - 8, 2, 20, 20)) == StepSize(
+        rows, count, rows, count, 2**14, 2**12
+    )
     monkeypatch.setattr(core.runner, "forward_step", lambda step: pytest.fail(f"{step.size} was launched eagerly"))
     assert output(core, params) == expected
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: str) -> None:
     """Texts of few tokens repeat themselves, so that there is something to copy."""
     params = [
@@ -143,6 +152,7 @@ def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
     assert all(same), same
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_a_model_that_looks_at_its_tensors_runs_eagerly(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -193,6 +203,7 @@ def test_a_capture_that_fails_leaves_no_memory_and_no_capture_under_way(checkpoi
     assert graph.outputs[0][0].item() == 4.0
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_an_output_of_a_graph_is_what_the_replay_writes(checkpoint: str) -> None:
     """Its tensor does not own the memory, which graphs share."""
     core = core_of(checkpoint)
