@@ -117,10 +117,10 @@ def _rotate_and_write(
     return [query, *(pool.flatten(0, 1)[batch.slot_mapping] for pool in pools)]
 
 
-def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]]:
+def check_cases(quick: bool, tiny: bool) -> list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]]:
     """Correctness checks: (kernel, shape in words, function, shapes of its operands)."""
-    tokens = (3,) if device.type == "cpu" else (1, 33) if quick else (1, 7, 64, 2049)
-    widths = (96,) if device.type == "cpu" else (64, 96, 1024, 4096, 5120, 16384)
+    tokens = (3,) if tiny else (1, 33) if quick else (1, 7, 64, 2049)
+    widths = (96,) if tiny else (64, 96, 1024, 4096, 5120, 16384)
     cases: list[tuple[str, str, Callable[..., list[Tensor]], list[tuple]]] = []
     for t in tokens:
         for width in widths:
@@ -140,12 +140,17 @@ def check_cases(quick: bool, device: torch.device) -> list[tuple[str, str, Calla
     return cases
 
 
-def check_rows(device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """One row per kernel and dtype: the largest relative error (Frobenius norm) over its shapes."""
+def check_rows(device: torch.device, quick: bool, tiny: bool | None = None) -> list[dict[str, Any]]:
+    """One row per kernel and dtype: the largest relative error (Frobenius norm) over its shapes.
+
+    Args:
+        tiny: few shapes, for the interpreter; None: on a CPU.
+    """
+    tiny = device.type == "cpu" if tiny is None else tiny
     worst: dict[tuple[str, str], dict[str, Any]] = {}
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills uninitialised tensors with NaN
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for name, shape, function, shapes in check_cases(quick, device):
+        for name, shape, function, shapes in check_cases(quick, tiny):
             operands = [sliced(*sizes, dtype=dtype, device=device) for sizes in shapes]
             exact = function(REFERENCE, *(operand.float() for operand in operands))
             pairs = zip(function(KERNELS, *operands), exact)
@@ -191,12 +196,12 @@ def has_fp8(device: torch.device) -> bool:
     return device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def quantized_check_rows(device: torch.device) -> Iterator[dict[str, Any]]:
+def quantized_check_rows(device: torch.device, rows: int = 65) -> Iterator[dict[str, Any]]:
     """Share of values that differ from the reference's for the plain result: the sum of a norm can have another order.
 
     Not in the interpreter, which rounds to e4m3 in its own way.
     """
-    rows, width = 65, 4096
+    width = 4096
     if device.type == "cpu" or not has_fp8(device):
         return
     for name, got, plain in quantized_pairs(rows, width, torch.bfloat16, device):
@@ -275,9 +280,16 @@ def sampling_metadata(kind: str, rows: int, vocab_size: int, device: torch.devic
     return table.select(np.arange(rows), np.arange(rows) + 1)
 
 
-def sampling_check_rows(device: torch.device, quick: bool, seed: int) -> Iterator[dict[str, Any]]:
-    """Number of tokens that differ from those of the CPU's sampler; must be 0."""
-    rows, vocab_size = (6, 300) if device.type == "cpu" else (36 if quick else 120, VOCABULARY)
+def sampling_check_rows(
+    device: torch.device, quick: bool, seed: int, sizes: tuple[int, int] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Number of tokens that differ from those of the CPU's sampler; must be 0.
+
+    Args:
+        sizes: rows and vocabulary, in place of those that the device and `quick` imply.
+    """
+    implied = (6, 300) if device.type == "cpu" else (36 if quick else 120, VOCABULARY)
+    rows, vocab_size = sizes or implied
     cpu = torch.device("cpu")
     kinds = [(True, torch.float32), (False, torch.bfloat16)]
     if device.type == "cuda":

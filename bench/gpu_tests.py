@@ -34,20 +34,7 @@ def commands(cores: int, has_xdist: bool) -> list[tuple[list[str], int]]:
 
     `--dist worksteal` and not `loadfile`, which runs a test that kills its process again and again.
     """
-    # The emulated card runs some slowly, and marks them as nightly; on a card none are.
-    base = [
-        sys.executable,
-        "-u",
-        "-m",
-        "pytest",
-        "-v",
-        "-rs",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not nightly",
-    ]
+    base = [sys.executable, "-u", "-m", "pytest", "-v", "-rs", "--color=no", "-p", "no:cacheprovider"]
     processes = min(_PROCESSES, cores)
     if not has_xdist or processes == 1:
         return [([*base, "tests/gpu"], min(8, cores))]

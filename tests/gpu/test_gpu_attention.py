@@ -17,7 +17,7 @@ from card_sizes import sized
 from paged_case import PagedCase, relative_error
 
 from inflight.attention.reference import ReferenceAttention
-from inflight.kernels.gpu import gpu_attention_kernel, gpu_attention_plan, gpu_kv_write
+from inflight.kernels.gpu import gpu_attention, gpu_attention_kernel, gpu_attention_plan, gpu_kv_write
 from inflight.kernels.gpu.gpu_attention import GpuAttention
 from inflight.kernels.gpu.gpu_attention_configs import Card
 from inflight.kernels.gpu.gpu_flash3 import Flash3Attention
@@ -93,10 +93,12 @@ def test_write_touches_the_mapped_slots_only() -> None:
         assert torch.equal(pool.view(torch.int16), was.view(torch.int16))
 
 
-def test_nothing_is_compiled_after_load() -> None:
+def test_nothing_is_compiled_after_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The emulated card counts what a GPU would compile, but the interpreter needs no launches at load."""
+    monkeypatch.setattr(gpu_attention, "interpreted", lambda: False)
     layer = spec(sized(32, 4), sized(8, 2), 64)
     backend = GpuAttention()
-    cache = backend.new_cache(2000, 16, layer, torch.bfloat16, CUDA)
+    cache = backend.new_cache(sized(2000, 100), 16, layer, torch.bfloat16, CUDA)
     kernels = (
         gpu_attention_plan.plan_kernel,
         gpu_attention_kernel.attend_kernel,
@@ -127,14 +129,15 @@ def test_nothing_is_compiled_after_load() -> None:
 
 def test_one_long_context_among_short_ones() -> None:
     """Split into many parts, while the others are not."""
-    lengths = [900] * 100
-    lengths[37] = 60000
-    case = PagedCase(spec(4, 1, 128), lengths, [1] * 100, 16, torch.bfloat16, device="cuda")
-    backend = GpuAttention()
+    count, short, long, num_sms = sized((100, 900, 60000, None), (5, 40, 2000, 8))
+    lengths = [short] * count
+    lengths[37 % count] = long
+    case = PagedCase(spec(4, 1, 128), lengths, [1] * count, 16, torch.bfloat16, device="cuda")
+    backend = GpuAttention(None if num_sms is None else Card((9, 0), num_sms, 227 * 1024))
     assert relative_error(case.run(backend).cpu(), exact(case)) < allowed(torch.bfloat16)
     (work,) = case.prepared(backend).work.values()
     num_items, num_joins = work.plan[:2].tolist()
-    assert num_joins == 1 and num_items >= 100 + 32
+    assert num_joins == 1 and num_items >= count + sized(32, 7)
 
 
 @pytest.mark.parametrize("num_sms", [None, 1], ids=["split", "never split"])
@@ -180,13 +183,14 @@ def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
     from inflight.runner.device_runner import DeviceRunner
 
     path = make_checkpoint("gemma2", tmp_path)
-    prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in (1, 37, 20, 90)]
-    core = make_core(path, device="cuda", max_num_batched_tokens=40, max_num_seqs=3)
+    prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in sized((1, 37, 20, 90), (1, 37, 20))]
+    core = make_core(path, device="cuda", max_num_batched_tokens=sized(40, 30), max_num_seqs=sized(3, 2))
     assert isinstance(core.runner, DeviceRunner)
     assert core.runner.info.attention_backend == "gpu"
-    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * len(prompts)
+    counts = [sized(20, 8)] * len(prompts)
+    params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
     deltas = run(core, prompts, params, stagger=2)
-    assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, [20] * len(prompts))
+    assert [tokens(deltas[i, 0]) for i in range(len(prompts))] == greedy_reference(path, prompts, counts)
 
 
 @pytest.mark.parametrize("name", ["decode", "prompts", "mix", "window", "softcap", "blocks as tiles"])

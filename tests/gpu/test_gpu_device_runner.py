@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from card_sizes import sized
 from checkpoints import VOCAB, make_checkpoint
 from offline import make_core, run, tokens
 from step_inputs_rig import compare_steps
@@ -32,6 +33,8 @@ KINDS: list[dict[str, Any]] = [
     dict(min_p=0.05, allowed_token_ids=list(range(0, VOCAB, 3))),
     dict(temperature=0.8, bad_words_ids=[[11], [12, 13]]),
 ]
+SQUEEZED = dict(num_gpu_blocks_override=sized(80, 16), max_num_batched_tokens=50, block_size=4)
+LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=5, max_model_len=64))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def requests(count: int, kinds: list[dict[str, Any]]) -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(5)
-    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(2, 60))] for _ in range(count)]
-    params = [SamplingParams(seed=i, max_tokens=20, ignore_eos=True, **kinds[i % len(kinds)]) for i in range(count)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(rng.randrange(2, sized(60, 25)))] for _ in range(count)]
+    params = [
+        SamplingParams(seed=i, max_tokens=sized(20, 7), ignore_eos=True, **kinds[i % len(kinds)]) for i in range(count)
+    ]
     return prompts, params
 
 
@@ -51,17 +56,21 @@ def requests(count: int, kinds: list[dict[str, Any]]) -> tuple[list[list[int]], 
     [
         dict(),
         dict(async_scheduling=False, enforce_eager=True),
-        dict(num_gpu_blocks_override=80, max_num_batched_tokens=50, block_size=4),
-        dict(num_gpu_blocks_override=80, max_num_batched_tokens=50, block_size=4, swap_space="1MiB"),
+        dict(SQUEEZED),
+        dict(SQUEEZED, swap_space="1MiB"),
     ],
     ids=["ahead", "eager, one at a time", "preempting", "swapping"],
 )
-def test_every_rule_gives_the_tokens_of_the_cpu(checkpoint: str, options: dict[str, Any]) -> None:
-    prompts, params = requests(42, KINDS)
-    expected = run(make_core(checkpoint, device="cpu"), prompts, params)
+def test_every_rule_gives_the_tokens_of_the_cpu(
+    checkpoint: str, options: dict[str, Any], request: pytest.FixtureRequest
+) -> None:
+    if options:
+        request.getfixturevalue("any_kernels")
+    prompts, params = requests(sized(42, 14), KINDS)
+    expected = run(make_core(checkpoint, device="cpu", **LIMITS), prompts, params)
     if "swap_space" in options:
         options = dict(options, preemption_mode="swap")
-    core = make_core(checkpoint, **{"device": "cuda", "async_scheduling": True, **options})
+    core = make_core(checkpoint, **{"device": "cuda", "async_scheduling": True, **LIMITS, **options})
     assert isinstance(core.runner, DeviceRunner)
     got = run(core, prompts, params)
     assert {key: tokens(deltas) for key, deltas in got.items()} == {k: tokens(d) for k, d in expected.items()}
@@ -70,8 +79,8 @@ def test_every_rule_gives_the_tokens_of_the_cpu(checkpoint: str, options: dict[s
 
 def test_a_launch_waits_for_nothing(checkpoint: str) -> None:
     """Prompts and decodes with every rule, eager and by graphs."""
-    core = make_core(checkpoint, device="cuda", async_scheduling=True, max_num_batched_tokens=64)
-    prompts, params = requests(24, KINDS)
+    core = make_core(checkpoint, device="cuda", async_scheduling=True, max_num_batched_tokens=64, **LIMITS)
+    prompts, params = requests(sized(24, 14), KINDS)
     run(core, prompts[:8], params[:8])  # compiles what is left
     launch = core.runner.launch
 
@@ -90,7 +99,7 @@ def test_a_launch_waits_for_nothing(checkpoint: str) -> None:
     assert core.runner.num_collected_first == 0
 
 
-@pytest.mark.parametrize("limits", [(5, 24, 4), (40, 4000, 16)])
+@pytest.mark.parametrize("limits", [(5, 24, 4), sized((40, 4000, 16), (9, 200, 16))])
 def test_inputs_equal_their_definition(limits: tuple[int, int, int]) -> None:
-    for seed in range(5):
+    for seed in range(sized(5, 2)):
         compare_steps(random.Random(seed), limits, upload_bytes(limits[0], limits[1]), CUDA)

@@ -13,12 +13,17 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from card_sizes import sized
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from offline import make_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
 
-SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)]  # prompt, output tokens
+# prompt, output tokens
+SHAPES = sized(
+    [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)], [(1, 9), (7, 14), (75, 6), (33, 9)]
+)
+LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=4))
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +33,7 @@ def prompts() -> list[list[int]]:
 
 
 def generated(path: str, prompts: list[list[int]], params: list[SamplingParams], **options: Any) -> list[list[int]]:
-    deltas = run(make_core(path, **options), prompts, params, stagger=2)
+    deltas = run(make_core(path, **{**LIMITS, **options}), prompts, params, stagger=2)
     return [tokens(deltas[number, 0]) for number in range(len(prompts))]
 
 
@@ -52,7 +57,7 @@ def test_seeded_output_equals_that_of_the_cpu(prompts: list[list[int]], tmp_path
         dict(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1),
     ]
     params = [
-        SamplingParams(max_tokens=20, ignore_eos=True, seed=number, **kinds[number % len(kinds)])
+        SamplingParams(max_tokens=sized(20, 8), ignore_eos=True, seed=number, **kinds[number % len(kinds)])
         for number in range(len(prompts))
     ]
     on_gpu = generated(path, prompts, params, device="cuda", block_size=16)

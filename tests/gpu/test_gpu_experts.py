@@ -8,6 +8,7 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
+from card_sizes import sized
 from experts_case import mxfp4_weights, plain_weights, routings
 from paged_case import relative_error
 from torch import Tensor
@@ -19,8 +20,8 @@ from inflight.ops.experts import ExpertProducts, ExpertWeights, SwiGlu, referenc
 
 CUDA = torch.device("cuda")
 DTYPES = [torch.bfloat16, torch.float16]
-EXPERTS, HIDDEN, INNER = 8, 160, 96  # bench/gpu_experts.py checks those of real models
-ROUTINGS = routings(EXPERTS, 4)
+EXPERTS, HIDDEN, INNER = sized((8, 160, 96), (4, 96, 32))  # bench/gpu_experts.py checks those of real models
+ROUTINGS = routings(EXPERTS, sized(4, 2))
 
 
 def products(packed: bool, dtype: torch.dtype) -> ExpertProducts:

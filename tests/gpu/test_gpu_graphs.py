@@ -33,6 +33,7 @@ KINDS: list[dict[str, Any]] = [
     dict(temperature=0.0, logit_bias={3: 4.0}, bad_words_ids=[[5]], min_tokens=4, logprobs=1),
     dict(temperature=0.0, prompt_logprobs=1),
 ]
+ROWS = sized(24, 5)
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 
 def core_of(path: str, **options: Any) -> EngineCore:
-    values = dict(device="cuda", block_size=16, num_gpu_blocks_override=200, max_num_seqs=24, async_scheduling=True)
+    values = dict(device="cuda", block_size=16, num_gpu_blocks_override=200, max_num_seqs=ROWS, async_scheduling=True)
     values |= sized(dict(), dict(max_num_batched_tokens=64))
     return make_core(path, **{**values, "kv_cache_memory": None, **options})
 
@@ -65,25 +66,32 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "gpt_oss"])
-def test_greedy_output_equals_generate(model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_greedy_output_equals_generate(
+    model_type: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
     """Of a model with experts, too, if its steps can be captured."""
+    if model_type != "llama":
+        request.getfixturevalue("any_kernels")  # test_gpu_engine.py has these models' kernels
     path = make_checkpoint(model_type, tmp_path)
     core = core_of(path)
     if model_type != "gpt_oss":
-        buckets = [runner_of(core).graphs.bucket(StepSize(rows, rows, rows, 1)) for rows in (1, 3, 5, 9, 17, 24)]
-        assert [bucket and bucket.rows for bucket in buckets] == [1, 4, 8, 16, 24, 24]
+        rows, expected = sized(((1, 3, 5, 9, 17, 24), [1, 4, 8, 16, 24, 24]), ((1, 2, 3, 5), [1, 2, 4, 5]))
+        buckets = [runner_of(core).graphs.bucket(StepSize(count, count, count, 1)) for count in rows]
+        assert [bucket and bucket.rows for bucket in buckets] == expected
         assert runner_of(core).info.graph_bytes > 0
         assert not [text for text in warnings_of(caplog) if "CUDA graphs" in text]
-    params = [SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)] * 20
+    count, length = sized((20, 20), (7, 6))
+    params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)] * count
     found = output(core, params)
-    assert [found[index, 0] for index in range(20)] == greedy_reference(path, prompts_of(20), [20] * 20)
+    assert [found[index, 0] for index in range(count)] == greedy_reference(path, prompts_of(count), [length] * count)
 
 
-@pytest.mark.parametrize("mixed", [0, 256])
+@pytest.mark.usefixtures("any_kernels")
+@pytest.mark.parametrize("mixed", sized([0, 256], [0, 32]))
 def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int) -> None:
     params = [
-        SamplingParams(max_tokens=5 + index, ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
-        for index in range(24)
+        SamplingParams(max_tokens=5 + index % sized(24, 4), ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
+        for index in range(sized(24, 8))
     ]
     eager = core_of(checkpoint, enforce_eager=True)
     assert not runner_of(eager).graphs
@@ -92,25 +100,31 @@ def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int)
 
 def test_steps_with_prompts_are_as_without_graphs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, decodes beside them; every step is a replay."""
-    options = dict(max_num_batched_tokens=48, max_num_seqs=8)
-    params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 12
+    count, rows = sized((48, 8), (32, 4))
+    options = dict(max_num_batched_tokens=count, max_num_seqs=rows)
+    params = [SamplingParams(temperature=0.0, max_tokens=sized(12, 5), ignore_eos=True)] * sized(12, 7)
     expected = output(core_of(checkpoint, enforce_eager=True, **options), params)
-    core = core_of(checkpoint, max_cudagraph_capture_size=48, **options)
-    assert runner_of(core).graphs.bucket(StepSize(3, 40, 2, 30, 30)) == StepSize(8, 48, 8, 48, 2**14, 2**12)
+    core = core_of(checkpoint, max_cudagraph_capture_size=count, **options)
+    assert runner_of(core).graphs.bucket(StepSize(3, count - 8, 2, 20, 20)) == StepSize(
+        rows, count, rows, count, 2**14, 2**12
+    )
     monkeypatch.setattr(core.runner, "forward_step", lambda step: pytest.fail(f"{step.size} was launched eagerly"))
     assert output(core, params) == expected
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: str) -> None:
     """Texts of few tokens repeat themselves, so that there is something to copy."""
     params = [
-        SamplingParams(max_tokens=40 + index, ignore_eos=True, seed=index, allowed_token_ids=[3, 5, 9], **kind)
+        SamplingParams(
+            max_tokens=sized(40, 12) + index, ignore_eos=True, seed=index, allowed_token_ids=[3, 5, 9], **kind
+        )
         for index, kind in enumerate(KINDS[:3])
     ]
     drafting = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 6}}
     core = core_of(checkpoint, **drafting)
     size = StepSize(2, 9, 9, 7, 7)
-    assert runner_of(core).graphs.bucket(size) == StepSize(16, 16, 16, 7, 16)
+    assert runner_of(core).graphs.bucket(size) == StepSize(min(16, ROWS), 16, 16, 7, 16)
     found = output(core, params)
     assert core.scheduler.policies.draft_counts.totals()[2] > 0, "no draft was accepted"
     assert found == output(core_of(checkpoint, enforce_eager=True, **drafting), params)
@@ -131,13 +145,14 @@ def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
         state.block_table[:-1],
     ]
     before = [tensor.clone() for tensor in kept]
-    for size in decode_sizes(24):
+    for size in decode_sizes(ROWS):
         assert runner.graphs.replay(runner._padding(size).key) is not None
         torch.cuda.synchronize()  # the next padding may find the same pinned buffer
     same = [torch.equal(*(tensor.view(torch.uint8) for tensor in pair)) for pair in zip(kept, before)]
     assert all(same), same
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_a_model_that_looks_at_its_tensors_runs_eagerly(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -188,6 +203,7 @@ def test_a_capture_that_fails_leaves_no_memory_and_no_capture_under_way(checkpoi
     assert graph.outputs[0][0].item() == 4.0
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_an_output_of_a_graph_is_what_the_replay_writes(checkpoint: str) -> None:
     """Its tensor does not own the memory, which graphs share."""
     core = core_of(checkpoint)

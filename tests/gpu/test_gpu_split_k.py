@@ -9,13 +9,13 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from emulated_card import is_emulated
+from card_sizes import sized
 
 from inflight.kernels.gpu.gpu_split_k import MAX_ROWS, Workspace, split_k_linear, split_of
 
 CUDA = torch.device("cuda")
-SIZES = [(50, 1168)] if is_emulated() else [(1024, 3072), (4096, 4096), (1000, 14336)]  # outputs, inputs
-PRODUCTS, REPLAYS = (3, 2) if is_emulated() else (20, 50)
+SIZES = sized([(1024, 3072), (4096, 4096), (1000, 14336)], [(50, 1168)])  # outputs, inputs
+PRODUCTS, REPLAYS = sized((20, 50), (3, 2))
 SMS = 132  # of an H100, so that parts are the same on every card
 
 

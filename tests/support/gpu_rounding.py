@@ -8,6 +8,7 @@ carry when a value rounds up to a power of two.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest.mock import patch
@@ -22,13 +23,24 @@ __all__ = ["gpu_rounding", "rounded_as_on_a_gpu"]
 @contextlib.contextmanager
 def rounded_as_on_a_gpu() -> Iterator[None]:
     """Within the block."""
+    from triton.runtime import interpreter
+
+    convert, multiply = _replacements()
+    products = patch.object(interpreter.InterpreterBuilder, "create_fmul", multiply)
+    with patch.object(interpreter, "_convert_float", convert), products:
+        yield
+
+
+@functools.cache
+def _replacements() -> tuple[Any, Any]:
+    """Of `interpreter._convert_float` and `InterpreterBuilder.create_fmul`; the same functions each time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
     shipped = interpreter._convert_float
 
     def convert(data: np.ndarray, source: Any, target: Any, mode: Any) -> np.ndarray:
-        """See `interpreter._convert_float`: the bits of the result as unsigned integers."""
+        """The bits of the result as unsigned integers."""
         if source == tl.float32 and target == tl.bfloat16:
             return torch.from_numpy(np.array(data)).bfloat16().view(torch.uint16).numpy()
         if source == tl.float32 and target == tl.float8e4nv:  # cvt.rn.satfinite.e4m3x2.f32
@@ -42,9 +54,7 @@ def rounded_as_on_a_gpu() -> Iterator[None]:
         numbers = [torch.from_numpy(np.array(operand.data)).view(torch.bfloat16) for operand in (lhs, rhs)]
         return interpreter.TensorHandle((numbers[0] * numbers[1]).view(torch.uint16).numpy(), lhs.dtype.scalar)
 
-    products = patch.object(interpreter.InterpreterBuilder, "create_fmul", multiply)
-    with patch.object(interpreter, "_convert_float", convert), products:
-        yield
+    return convert, multiply
 
 
 @pytest.fixture

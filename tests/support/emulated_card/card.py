@@ -26,6 +26,11 @@ class _Mode(TorchDispatchMode):
         super().__init__()
         self._card = card
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler, for seconds, to keep it away from the method below."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return dispatch(self._card, func, args, kwargs or {})
 

@@ -226,14 +226,14 @@ def _kernels_on(card: Card) -> Iterator[None]:
         yield
         return
 
-    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        launch_kernel(card, self, args, kwargs, grid, warmup)
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return launch_kernel(card, self, args, kwargs, grid, warmup)
 
     caches = property(lambda self: {0: (card.compiled.setdefault(self, {}),)})
     card.access = CheckedAccess(interpreter._interpreter)
     with (
-        quick_interpreter(),
         rounded_as_on_a_gpu(),
+        quick_interpreter(),
         patch.object(interpreter.InterpretedFunction, "run", run),
         patch.object(interpreter.InterpretedFunction, "device_caches", caches, create=True),
         patch.object(interpreter, "_interpreter", card.access),

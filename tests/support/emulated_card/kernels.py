@@ -7,6 +7,7 @@ capture.  A load or store outside of the memory of the launch's tensors is an il
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,24 +20,25 @@ from emulated_card.tensors import CudaTensor
 if TYPE_CHECKING:
     from emulated_card.card import Card
 
-__all__ = ["CheckedAccess", "launch_kernel"]
+__all__ = ["GRID_LIMITS", "CheckedAccess", "launch_kernel"]
 
-_GRID_LIMITS = (2**31 - 1, 65535, 65535)
+GRID_LIMITS = (2**31 - 1, 65535, 65535)
+_COMPILED = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=64 * 1024))
 _ALIGNMENT = 16  # the compiler takes pointers and integers that are multiples of it for a kind of their own
 
 
-def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, warmup: bool) -> None:
-    """`kernel[grid](*args, **kwargs)`"""
+def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, warmup: bool) -> Any:
+    """`kernel[grid](*args, **kwargs)`.  Returns what the compiler would say of the kernel."""
     names = dict(zip(kernel.arg_names, args)) | kwargs
     executor = interpreter.GridExecutor(kernel.rewrite(), kernel.arg_names, None, kernel.pre_run_hooks)
     _compile(card, kernel, names, executor.constexprs)
     if warmup:
-        return
+        return _COMPILED
     sizes = tuple(grid(names) if callable(grid) else grid)
-    if any(size > limit for size, limit in zip(sizes, _GRID_LIMITS)):
+    if any(size > limit for size, limit in zip(sizes, GRID_LIMITS)):
         raise RuntimeError(f"Triton Error [CUDA]: invalid argument (a grid of {sizes} for {kernel.__name__})")
     if not math.prod(sizes):
-        return
+        return _COMPILED
     used: list[Allocation] = []
     reachable: list[Tensor] = []
 
@@ -69,6 +71,7 @@ def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, wa
             card.access.ranges = []
 
     card.launch(run, used)
+    return _COMPILED
 
 
 def _compile(card: Card, kernel: Any, names: dict[str, Any], constants: list[str]) -> None:
