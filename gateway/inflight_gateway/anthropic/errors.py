@@ -10,9 +10,12 @@ from starlette.types import Scope
 from inflight_gateway.errors import APIError
 from inflight_gateway.sse import encode_json
 
-__all__ = ["REQUEST_ID", "anthropic_error", "error_value"]
+__all__ = ["NO_THREADS", "REQUEST_ID", "anthropic_error", "error_value"]
 
 REQUEST_ID = "request-id"  # Anthropic's header; its library shows it in exceptions
+
+# With this code in the details, the package `anthropic` sends the request again without `thread`.
+NO_THREADS = "thread_unsupported_request"
 
 # https://platform.claude.com/docs/en/api/errors
 _TYPES = {
@@ -37,7 +40,10 @@ def error_value(error: APIError, request_id: str) -> dict[str, Any]:
     """The JSON object of a response, or of an event in a stream."""
     status = _status(error)
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+    shown: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        shown["details"] = {"error_code": NO_THREADS, "unsupported": [error.param]}
+    return {"type": "error", "error": shown, "request_id": request_id}
 
 
 def _status(error: APIError) -> int:

@@ -7,7 +7,9 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from inflight_gateway.anthropic.errors import NO_THREADS
 from inflight_gateway.bodies import COMMON_IGNORED, Body
+from inflight_gateway.errors import invalid
 from inflight_gateway.translations import CHAT, Say, Translation
 
 __all__ = ["CountTokensBody", "MessagesBody", "Metadata", "OutputConfig"]
@@ -25,6 +27,10 @@ def _thinking(body: dict[str, Any], value: Any, say: Say) -> None:
 def _context_management(body: dict[str, Any], value: Any, say: Say) -> None:
     if value:
         say("context_management has no effect: the conversation is rendered as it is")
+
+
+def _thread(body: dict[str, Any], value: Any, say: Say) -> None:
+    raise invalid("thread is not supported: send the whole conversation in messages", "thread", NO_THREADS)
 
 
 class Metadata(msgspec.Struct):
@@ -47,7 +53,6 @@ class CountTokensBody(Body, kw_only=True):
         "compaction": (None,),
         "container": (None,),
         "mcp_servers": (None, []),
-        "thread": (None,),
     }
     # These concern caching (prefixes are always cached), billing or routing at Anthropic.
     IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED.union(
@@ -59,6 +64,7 @@ class CountTokensBody(Body, kw_only=True):
     TRANSLATED: ClassVar[dict[str, Translation]] = {
         "context_management": _context_management,
         "thinking": _thinking,
+        "thread": _thread,
     }
     NESTED: ClassVar[dict[str, Collection[str]]] = {
         "metadata": Metadata.__struct_fields__,
