@@ -353,6 +353,21 @@ async def test_an_error_in_the_middle_is_an_event(start):
     assert last["request_id"] == response.headers["request-id"]
 
 
+async def test_pings_keep_a_silent_stream_alive(start):
+    """Before the first token, too: Claude Code's prompts take long on a slow machine."""
+    ready = asyncio.Event()
+    front = await start(lambda request: [ready, *text("a")], keep_alive_seconds=0.01)
+    received = ""
+    async with front.http.stream("POST", "/v1/messages", json={**HI, "stream": True}) as response:
+        async for part in response.aiter_text():
+            received += part
+            ready.set()
+    events = events_of(received)
+    start_at = [event["type"] for event in events].index("message_start")
+    assert start_at > 0 and all(event == {"type": "ping"} for event in events[:start_at])
+    assert message_of(events[start_at:])["content"] == [{"type": "text", "text": "a"}]
+
+
 async def test_hanging_up_frees_the_request(start):
     front = await start(lambda request: [*text("a", finish=None), asyncio.Event()])
     async with front.http.stream("POST", "/v1/messages", json={**HI, "stream": True}) as response:

@@ -18,11 +18,13 @@ from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
 from inflight_gateway.response_headers import warn
-from inflight_gateway.sse import encode_json, named_event
+from inflight_gateway.sse import SSE, Framing, encode_json, named_event
 from inflight_gateway.usage import UsageCounter, usage_of
 
 __all__ = ["messages"]
 
+_PING = named_event("ping", {"type": "ping"})
+_FRAMING = Framing(SSE.media_type, _PING)
 _STOP_REASONS = "return_stop_reason"  # an input that other backends do not have
 
 
@@ -42,7 +44,7 @@ async def messages(http: Request) -> Response:
     response: Response
     if body.stream:
         events = _Events(answer, plan, request_id)
-        response = await stream_events(gateway, http, [request], plan.limit, events)
+        response = await stream_events(gateway, http, [request], plan.limit, events, _FRAMING)
     else:
         results = await complete(gateway, http, [{**request, "one_response": True}], plan.limit)
         answer.grow(results[0].choices[0])
@@ -110,7 +112,7 @@ class _Events:
             self._started = True
             self._usage.add(prompt, StreamChunk([], chunk.num_input_tokens, chunk.num_cached_tokens))
             start = _sent([{"type": "message_start", "message": self._answer.message(self._usage.usage())}])
-            start += _sent([{"type": "ping"}])
+            start += _PING
         self._usage.add(prompt, chunk)
         return start + _sent(self._answer.grow(chunk.choices[0]))
 
