@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
+KEY = "key-of-the-test"  # that the gateway asks for
 HERE = Path(__file__).parent
 NODE = HERE / "node"
 ENVIRONMENTS = Path(os.environ.get("INFLIGHT_CLIENTS_ENV", HERE.parents[1] / ".venv-clients"))
@@ -33,12 +34,12 @@ class Client:
 
     @property
     def missing(self) -> str | None:
-        """What this machine lacks to run it."""
+        """The environment that this machine lacks; None if there is one."""
         found = NODE / "node_modules" if self.environment == "node" else ENVIRONMENTS / self.environment / "bin"
         return None if found.exists() else f"{self.name}: no {found}; make clients-env (with Node for JavaScript)"
 
     def command(self, report: Path) -> Sequence[str]:
-        """What runs its tests, and writes JUnit's XML."""
+        """Runs its tests, and writes JUnit's XML."""
         path = str(HERE / self.file)
         if self.environment == "node":
             return ["node", "--test", "--test-reporter=junit", f"--test-reporter-destination={report}", path]

@@ -14,8 +14,7 @@ from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.installation import LauncherError, TritonInstallation
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
-
-KEY = "key-of-the-test"
+from tests.clients.catalogue import KEY
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import KEY
 
-from tests.clients.catalogue import CLIENTS, HERE, Client, outcomes
+from tests.clients.catalogue import CLIENTS, HERE, KEY, Client, outcomes
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200), pytest.mark.xdist_group("clients")]
 
@@ -24,7 +23,11 @@ def test_what_the_page_says_of_a_client_works(client: Client, gateway: str, tmp_
         pytest.skip(client.missing)
     report = tmp_path / "report.xml"
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST_", "PYTHON"))}
-    asked = {"INFLIGHT_CLIENTS_URL": gateway.removesuffix("/v1"), "INFLIGHT_CLIENTS_KEY": KEY}
+    asked = {
+        "INFLIGHT_CLIENTS_URL": gateway.removesuffix("/v1"),
+        "INFLIGHT_CLIENTS_KEY": KEY,
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it fetches prices of models at import otherwise
+    }
     done = subprocess.run(
         client.command(report), cwd=HERE / Path(client.file).parent, env=environment | asked, capture_output=True,
         text=True,

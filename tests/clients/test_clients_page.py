@@ -13,7 +13,8 @@ PAGE = (HERE.parents[1] / "docs" / "clients.md").read_text(encoding="utf-8")
 
 def table() -> tuple[list[str], dict[str, list[str]]]:
     """Columns, and the cells of each client."""
-    header, _, *rows = re.findall(r"(?m)^\|(.+)\|$", PAGE.split("\n## What works\n")[1].split("\n## ")[0])
+    section = PAGE.split("\n## What works\n\n")[1].split("\n\n")[0]
+    header, _, *rows = re.findall(r"(?m)^\|(.+)\|$", section)
     cells = [[cell.strip() for cell in row.split(" | ")] for row in rows]
     return [column.strip() for column in header.split(" | ")], {row[0]: row[1:] for row in cells}
 

@@ -116,7 +116,8 @@ describe('errors', () => {
 describe('cancellation', () => {
   test('an abort', async () => {
     const abortSignal = AbortSignal.timeout(1000)
-    const ask = generateText({ ...greedy, prompt: 'Count to 1000.', maxOutputTokens: 3000, abortSignal })
+    const providerOptions = { inflight: { ignore_eos: true } } // keys of the body
+    const ask = generateText({ ...greedy, prompt: 'Count to 1000.', maxOutputTokens: 3000, providerOptions, abortSignal })
     await assert.rejects(ask, { name: /AbortError|TimeoutError/ })
   })
 })
