@@ -56,7 +56,8 @@ class _Exchange:
 
     Attributes:
         request: as it was sent first.
-        resumptions: how often the stream was interrupted after its first output, and continued, by however many attempts.
+        resumptions: how often the stream was interrupted after its first output, and continued: once, however many
+            attempts that takes.
     """
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Any) -> None:
