@@ -62,6 +62,8 @@ CLIENTS = (
     Client("openai-python", "python/openai_python.py", ("openai",), "openai3"),
     Client("openai-python 2", "python/openai_python.py", ("openai",), "openai2"),
     Client("openai-node", "node/openai_node.mjs", ("openai",), "node"),
+    Client("anthropic", "python/anthropic_client.py", ("anthropic",), "openai3"),
+    Client("ollama", "python/ollama_client.py", ("ollama",), "openai3"),
     Client("LangChain", "python/langchain_client.py", ("langchain-openai", "langchain"), "openai3"),
     Client("pydantic-ai", "python/pydantic_ai_client.py", ("pydantic-ai-slim",), "openai3"),
     Client("instructor", "python/instructor_client.py", ("instructor",), "openai2"),
