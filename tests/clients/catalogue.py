@@ -42,7 +42,9 @@ class Client:
         """Runs its tests, and writes JUnit's XML."""
         path = str(HERE / self.file)
         if self.environment == "node":
-            return ["node", "--test", "--test-reporter=junit", f"--test-reporter-destination={report}", path]
+            to_terminal = ["--test-reporter=spec", "--test-reporter-destination=stdout"]
+            to_file = ["--test-reporter=junit", f"--test-reporter-destination={report}"]
+            return ["node", "--test", *to_terminal, *to_file, path]
         python = str(ENVIRONMENTS / self.environment / "bin" / "python")
         return [python, "-m", "pytest", "-c", str(HERE / "python" / "pytest.ini"), f"--junitxml={report}", path]
 
