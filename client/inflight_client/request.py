@@ -102,6 +102,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
         return_token_ids: False saves bytes if only text is needed.
         return_cumulative_logprob: makes the server compute log probabilities for every token.
         return_num_cached_tokens: makes `Usage.cached_tokens` known.
+        return_stop_reason: makes `Choice.stop_reason` known.
         resume_token_ids: output of an earlier request with the same options and seed: the answer continues it.  For
             n > 1 one list per sequence, None for a sequence that has ended.
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
@@ -120,6 +121,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
     return_token_ids: bool
     return_cumulative_logprob: bool
     return_num_cached_tokens: bool
+    return_stop_reason: bool
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
 
@@ -158,6 +160,7 @@ class GenerationRequest:
     return_token_ids: bool = True
     return_cumulative_logprob: bool = False
     return_num_cached_tokens: bool = False
+    return_stop_reason: bool = False
     return_log_probs: bool = False
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None

@@ -45,6 +45,7 @@ class ChoiceDelta:
         finish_reason: "stop" or "length" on the last delta of the sequence, else None.
         logprobs: one entry per new token, if requested.
         cumulative_logprob: sum over all tokens of the sequence so far, if requested.
+        stop_reason: the stop string or stop token id that ended the sequence, if requested; else None.
     """
 
     index: int
@@ -54,6 +55,7 @@ class ChoiceDelta:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(slots=True)
@@ -98,6 +100,7 @@ class Choice:
     finish_reason: str | None = None
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
+    stop_reason: str | int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,8 @@ class _Sequence:
             choice.logprobs = delta.logprobs if choice.logprobs is None else choice.logprobs + delta.logprobs
         if delta.cumulative_logprob is not None:
             choice.cumulative_logprob = delta.cumulative_logprob
+        if delta.stop_reason is not None:
+            choice.stop_reason = delta.stop_reason
 
     def choice(self) -> Choice:
         """A copy of the sequence so far."""

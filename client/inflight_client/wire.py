@@ -33,7 +33,7 @@ __all__ = [
 
 Columns = dict[str, list[Any]]
 
-_ZERO, _NONE = (0,), (None,)
+_ZERO, _NONE, _NULL = (0,), (None,), ("null",)
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
 _NUMBERS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "FP64": "d"}
 # Codes of Triton's HTTP frontend; 400 may be INVALID_ARG, CANCELLED or UNKNOWN.
@@ -55,6 +55,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     # The number of ids is known, unless the server truncates them.
     if request.input_ids is None or request.sampling.get("truncate_prompt_tokens") is not None:
         yield "return_num_input_tokens", "BOOL", True
+    if request.return_stop_reason:
+        yield "return_stop_reason", "BOOL", True
     if request.return_num_cached_tokens:
         yield "return_num_cached_tokens", "BOOL", True
     # The token ids imply their number, so one of the two outputs is enough.
@@ -252,7 +254,8 @@ def _only_delta(columns: Columns, text: str) -> ChoiceDelta:
     reasons = columns.get("finish_reason", _NONE)
     logprobs = columns.get("logprobs", _NONE)
     cumulative = columns.get("cumulative_logprob", _NONE)
-    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == 1:
+    stops = columns.get("stop_reason", _NULL)
+    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == len(stops) == 1:
         raise _inconsistent(columns)
     (count,), (reason,), (entries,) = tokens, reasons, logprobs
     if ids is None:
@@ -267,6 +270,7 @@ def _only_delta(columns: Columns, text: str) -> ChoiceDelta:
         None if reason in _UNFINISHED else reason,
         None if entries is None else _logprobs(entries),
         cumulative[0],
+        None if stops is _NULL else json.loads(stops[0]),
     )
 
 
@@ -277,7 +281,8 @@ def _deltas(columns: Columns, texts: list[str]) -> list[ChoiceDelta]:
     reasons = columns.get("finish_reason", [None] * count)
     logprobs = columns.get("logprobs", [None] * count)
     cumulative = columns.get("cumulative_logprob", [None] * count)
-    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == count:
+    stops = columns.get("stop_reason", _NULL * count)
+    if not len(tokens) == len(reasons) == len(logprobs) == len(cumulative) == len(stops) == count:
         raise _inconsistent(columns)
     return [
         ChoiceDelta(
@@ -288,6 +293,7 @@ def _deltas(columns: Columns, texts: list[str]) -> list[ChoiceDelta]:
             finish_reason=None if reasons[index] in _UNFINISHED else reasons[index],
             logprobs=_logprobs(logprobs[index]),
             cumulative_logprob=cumulative[index],
+            stop_reason=json.loads(stops[index]),
         )
         for index in range(count)
     ]

@@ -14,16 +14,21 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from inflight_gateway.anthropic.count_tokens import count_tokens
+from inflight_gateway.anthropic.errors import anthropic_error
+from inflight_gateway.anthropic.messages import messages
+from inflight_gateway.anthropic.messages_body import CountTokensBody, MessagesBody
 from inflight_gateway.bodies import Body
 from inflight_gateway.chat import chat_completions
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.connections import STATE, Connections
-from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, ready, version
+from inflight_gateway.input_tokens import InputTokensBody, input_tokens
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
@@ -42,12 +47,14 @@ class _Endpoint:
 
     Attributes:
         body: type of a POST's body; None for a GET.
+        error_form: of its errors; None: OpenAI's.
     """
 
     path: str
     answer: Callable[[Request], Awaitable[Response]]
     summary: str
     body: type[Body] | None = None
+    error_form: ErrorForm | None = None
 
     @property
     def method(self) -> str:
@@ -58,6 +65,15 @@ _ENDPOINTS = (
     _Endpoint("/v1/chat/completions", chat_completions, "Answer chats", ChatBody),
     _Endpoint("/v1/completions", completions, "Continue prompts", CompletionBody),
     _Endpoint("/v1/responses", responses, "Answer conversations, without keeping them", ResponsesBody),
+    _Endpoint("/v1/responses/input_tokens", input_tokens, "Count the tokens of a conversation", InputTokensBody),
+    _Endpoint("/v1/messages", messages, "Answer conversations of Anthropic's API", MessagesBody, anthropic_error),
+    _Endpoint(
+        "/v1/messages/count_tokens",
+        count_tokens,
+        "Count the tokens of a conversation of Anthropic's API",
+        CountTokensBody,
+        anthropic_error,
+    ),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
@@ -129,6 +145,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         metrics=gateway.metrics,
         paths=paths,
         open_paths=("/metrics",) if options.open_metrics else (),
+        error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
     if not options.cors_origins:
         return [Middleware(ResponseHeaders), front]
@@ -144,7 +161,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
 
 async def _failed(http: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return error_response(error)
+    return error_response(error, http.scope)
 
 
 async def _refused(http: Request, error: Exception) -> Response:
@@ -153,10 +170,11 @@ async def _refused(http: Request, error: Exception) -> Response:
     path = http.url.path
     if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
         message = f"{path} is not supported: this server generates text; /docs lists what it has"
-        return error_response(APIError(404, message, code="unsupported_endpoint"))
+        return error_response(APIError(404, message, code="unsupported_endpoint"), http.scope)
     message = f"{http.method} {path}: {error.detail.lower()}; /docs lists what there is"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+    shown = APIError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    return error_response(shown, http.scope)
 
 
 async def _gone(http: Request, error: Exception) -> Response:

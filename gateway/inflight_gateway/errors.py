@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from inflight_client import (
     DeadlineExceededError,
@@ -18,7 +20,7 @@ from inflight_client import (
     UnavailableError,
 )
 
-__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
+__all__ = ["APIError", "ErrorForm", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -82,8 +84,17 @@ class APIError(Exception):
         return msgspec.json.encode(self.to_dict())
 
 
-def error_response(error: APIError) -> Response:
-    """The response of a request that fails before anything was sent."""
+# The response for an error in the form of an API other than OpenAI's; the scope is that of the request.
+ErrorForm = Callable[[APIError, Scope], Response]
+
+
+def error_response(error: APIError, scope: Scope) -> Response:
+    """The response of a request that fails before anything was sent, in the form of its path's API."""
+    form: ErrorForm = scope.get("error_form", _openai_error)
+    return form(error, scope)
+
+
+def _openai_error(error: APIError, scope: Scope) -> Response:
     return Response(error.to_json(), error.status, error.headers, "application/json")
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight_gateway.errors import APIError, api_error, error_response
+from inflight_gateway.errors import APIError, ErrorForm, api_error, error_response
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.response_headers import warnings_of
 
@@ -28,15 +29,20 @@ class Keys:
     def __init__(self, keys: Collection[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
-    def accept(self, authorization: str) -> bool:
-        """Whether the header `Authorization` has one of them."""
+    def accept(self, headers: Headers) -> bool:
+        """Whether the header `Authorization`, or `x-api-key` of Anthropic's clients, has one of them."""
         if not self._digests:
             return True
-        scheme, _, key = authorization.partition(" ")
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key if scheme.lower() == "bearer" else ""
+        found = [self._has(key) for key in (bearer, headers.get("x-api-key", ""))]
+        return any(found)
+
+    def _has(self, key: str) -> bool:
         # Header values are latin-1; a key was read as UTF-8.
         given = _digest(key.strip().encode("latin-1", "replace"))
         found = [hmac.compare_digest(given, one) for one in self._digests]
-        return any(found) and scheme.lower() == "bearer"
+        return any(found)
 
 
 def _digest(key: bytes) -> bytes:
@@ -52,16 +58,24 @@ class Front:
         metrics: count answers.
         paths: paths with a label of their own in the metrics.
         open_paths: further paths that need no key.
+        error_forms: forms of errors other than OpenAI's, by path.
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Keys, metrics: Metrics, paths: Collection[str], open_paths: Collection[str] = ()
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        metrics: Metrics,
+        paths: Collection[str],
+        open_paths: Collection[str] = (),
+        error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._keys = keys
         self._metrics = metrics
         self._paths = frozenset(paths)
         self._open_paths = _OPEN_PATHS.union(open_paths)
+        self._error_forms = error_forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -71,6 +85,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         status, started, since = 500, False, time.perf_counter()
+        if (form := self._error_forms.get(scope["path"])) is not None:
+            scope["error_form"] = form
 
         async def sending(message: Message) -> None:
             nonlocal status, started
@@ -82,12 +98,12 @@ class Front:
 
         try:
             if not self._may_pass(scope):
-                await error_response(_no_key())(scope, receive, sending)
+                await error_response(_no_key(), scope)(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         except Exception as error:
             if not started:  # here, so that the response has the headers of the outer middleware
-                await error_response(api_error(error))(scope, receive, sending)
+                await error_response(api_error(error), scope)(scope, receive, sending)
             raise  # the server logs it
         finally:
             if scope.get("client_gone"):
@@ -95,7 +111,7 @@ class Front:
             self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - since)
 
     def _may_pass(self, scope: Scope) -> bool:
-        return scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope).get("authorization", ""))
+        return scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope))
 
     def _endpoint(self, scope: Scope) -> str:
         path: str = scope["path"]

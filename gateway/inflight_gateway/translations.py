@@ -7,14 +7,15 @@ from typing import Any
 
 from inflight_gateway.errors import invalid
 
-__all__ = ["CHAT", "COMMON", "RESPONSES", "Say", "Translation"]
+__all__ = ["CHAT", "COMMON", "RESPONSES", "THINKING_SWITCHES", "Say", "Translation"]
 
 Say = Callable[[str], None]  # warns of something that is not done
 
 # Reads the value of a key that was removed from the body, and sets other keys of the body.
 Translation = Callable[[dict[str, Any], Any, Say], None]
 
-_SWITCHES = ("enable_thinking", "thinking")  # variables of chat templates: Qwen's, GLM's and others'; DeepSeek's
+# Variables of chat templates: Qwen's, GLM's and others'; DeepSeek's.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 _EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
 
 
@@ -82,7 +83,7 @@ def _switch(body: dict[str, Any], on: bool) -> None:
     """Turn thinking on or off; variables that the body has already stay."""
     given = body.get("chat_template_kwargs")
     if given is None or isinstance(given, Mapping):
-        body["chat_template_kwargs"] = {**dict.fromkeys(_SWITCHES, on), **(given or {})}
+        body["chat_template_kwargs"] = {**dict.fromkeys(THINKING_SWITCHES, on), **(given or {})}
 
 
 def _truncation(body: dict[str, Any], value: Any, say: Say) -> None:

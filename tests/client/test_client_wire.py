@@ -98,12 +98,13 @@ def test_without_token_ids_the_counts_are_requested() -> None:
     assert "return_token_ids" not in body and "timeout" not in body
 
 
-def test_cached_tokens_are_sent_only_if_asked_for() -> None:
-    """A server of an older release lacks this input."""
-    plain, asking = (GenerationRequest(model="m", prompt="p", return_num_cached_tokens=asks) for asks in (False, True))
-    assert "return_num_cached_tokens" not in http_body(plain, None)
-    assert http_body(asking, None)["return_num_cached_tokens"] is True
-    assert inputs_of(grpc_request(asking, None))["return_num_cached_tokens"] == [True]
+@pytest.mark.parametrize("flag", ["return_num_cached_tokens", "return_stop_reason"])
+def test_flags_of_newer_releases_are_sent_only_if_asked_for(flag: str) -> None:
+    """A server of an older release lacks these inputs."""
+    plain, asking = (GenerationRequest(model="m", prompt="p", **asks) for asks in ({}, {flag: True}))  # type: ignore[arg-type]
+    assert flag not in http_body(plain, None)
+    assert http_body(asking, None)[flag] is True
+    assert inputs_of(grpc_request(asking, None))[flag] == [True]
 
 
 def test_messages_go_as_a_list_and_with_options_as_an_object() -> None:
@@ -175,6 +176,7 @@ def test_all_outputs_are_typed() -> None:
             response(
                 text_output=["a"],
                 finish_reason=["stop"],
+                stop_reason=['"a"'],
                 token_ids=np.array([11], dtype=np.int64),
                 num_input_tokens=np.array([3], dtype=np.uint32),
                 num_cached_tokens=np.array([2], dtype=np.uint32),
@@ -190,7 +192,7 @@ def test_all_outputs_are_typed() -> None:
     logprobs = {11: Logprob(-0.25, 1, "a"), 5: Logprob(-2.0, 2, None)}
     assert chunk.num_cached_tokens == 2
     assert (chunk.num_input_tokens, delta.finish_reason, delta.cumulative_logprob) == (3, "stop", -0.25)
-    assert delta.logprobs == [logprobs]
+    assert delta.logprobs == [logprobs] and delta.stop_reason == "a"
     assert chunk.prompt_logprobs == [None, logprobs]
 
 
@@ -209,6 +211,7 @@ def test_inconsistent_outputs_are_an_error() -> None:
     for columns, n in [
         ({"text_output": ["a", "b"]}, 1),
         ({"text_output": ["a"], "finish_reason": ["stop", "stop"]}, 1),
+        ({"text_output": ["a"], "stop_reason": ["null", "null"]}, 1),
         ({"text_output": ["a", "b"], "token_ids": [1, 2, 3], "token_counts": [1, 1]}, 2),
         ({"text_output": ["a", "b"], "token_ids": [1, 2]}, 2),
     ]:

@@ -7,6 +7,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+from anthropic_bodies import anthropic_bodies, check_anthropic_answer
 from hostile_bodies import bodies, check_answer, encoded
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from inflight_gateway.tool_parsers import FORMATS
 from inflight_gateway.upstream import Upstream
 
 _POSTS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+_ANTHROPICS = ["/v1/messages", "/v1/messages/count_tokens"]
 _CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>[f(a=1)]'
 
 
@@ -40,6 +42,21 @@ def answer(method: str, path: str, content: bytes, tool_format: str = "hermes", 
 @given(data=st.data(), path=st.sampled_from(_POSTS), tool_format=st.sampled_from(sorted(FORMATS)), opened=st.booleans())
 def test_any_json(data: Any, path: str, tool_format: str, opened: bool) -> None:
     check_answer(answer("POST", path, encoded(data.draw(bodies(path))), tool_format, opened))
+
+
+@given(
+    data=st.data(),
+    path=st.sampled_from(_ANTHROPICS),
+    tool_format=st.sampled_from(sorted(FORMATS)),
+    opened=st.booleans(),
+)
+def test_any_json_of_anthropics_api(data: Any, path: str, tool_format: str, opened: bool) -> None:
+    check_anthropic_answer(answer("POST", path, encoded(data.draw(anthropic_bodies())), tool_format, opened))
+
+
+@given(content=st.binary(max_size=30), path=st.sampled_from(_ANTHROPICS))
+def test_any_bytes_to_anthropics_api(content: bytes, path: str) -> None:
+    check_anthropic_answer(answer("POST", path, content))
 
 
 @given(content=st.binary(max_size=30), path=st.sampled_from(_POSTS))

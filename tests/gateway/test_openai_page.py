@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight_gateway.anthropic.messages_body import MessagesBody
 from inflight_gateway.app import _ENDPOINTS
 from inflight_gateway.bodies import Body, SamplingBody
 from inflight_gateway.chat_plan import ChatBody
@@ -56,6 +57,14 @@ def test_every_key_of_a_response_is_listed() -> None:
     assert quoted(own) >= set(ResponsesBody.__struct_fields__) - shared
     assert quoted(refused) == set(ResponsesBody.UNSUPPORTED)
     assert quoted(ignored) == set(ResponsesBody.IGNORED)
+
+
+def test_every_key_of_a_message_is_listed() -> None:
+    own, refused, ignored, *_ = section("Anthropic's messages").split("\n- ", 1)[1].split("\n- ")
+    assert quoted(own) >= set(MessagesBody.__struct_fields__) | {"thinking"}
+    assert quoted(refused) == {*MessagesBody.UNSUPPORTED, "thread"}
+    assert quoted(ignored.partition(". `context_management`")[0]) == set(MessagesBody.IGNORED)
+    assert {"context_management", "thinking", "thread"} == set(MessagesBody.TRANSLATED)
 
 
 def test_every_key_of_other_servers_is_listed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -270,6 +271,8 @@ def response_outputs(
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
     if "return_finish_reason" in returns:
         outputs["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
+    if "return_stop_reason" in returns:
+        outputs["stop_reason"] = _texts([json.dumps(sequence.stop_reason) for sequence in sequences])
     if "return_cumulative_logprob" in returns:
         outputs["cumulative_logprob"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
     if "return_logprobs" in returns:

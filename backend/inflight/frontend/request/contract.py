@@ -49,6 +49,7 @@ _ONE, _ANY, _TABLE = (1,), (-1,), (-1, -1)
 
 RETURN_FLAGS = (
     "return_finish_reason",
+    "return_stop_reason",
     "return_cumulative_logprob",
     "return_logprobs",
     "return_num_input_tokens",
@@ -75,7 +76,7 @@ INPUTS: tuple[TensorSpec, ...] = (
 )
 
 OUTPUTS: tuple[TensorSpec, ...] = (
-    *_specs("TYPE_STRING", _ANY, "text_output", "finish_reason"),
+    *_specs("TYPE_STRING", _ANY, "text_output", "finish_reason", "stop_reason"),
     *_specs("TYPE_FP32", _ANY, "cumulative_logprob"),
     *_specs("TYPE_STRING", _ANY, "logprobs"),
     *_specs("TYPE_UINT32", _ONE, "num_input_tokens", "num_cached_tokens"),

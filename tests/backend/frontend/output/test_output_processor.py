@@ -170,10 +170,11 @@ def test_tokens_without_text_cause_no_response(rig: Rig) -> None:
 
 
 def test_a_stop_string_ends_the_stream_and_aborts_the_sequence(rig: Rig) -> None:
-    client = rig.open("return_finish_reason", "return_token_ids", stop=["st of"], stream=True)
+    client = rig.open("return_finish_reason", "return_stop_reason", "return_token_ids", stop=["st of"], stream=True)
     rig.feed(IDS, finish=None)
     client.wait()
     assert client.texts() == [" the li"]
+    assert client.responses[-1]["stop_reason"].tolist() == [b'"st of"']
     assert client.responses[-1]["finish_reason"].tolist() == [b"stop"]
     assert rig.engine.aborted == [(1, 0)]
     sent = [token for response in client.responses for token in response["token_ids"].tolist()]
