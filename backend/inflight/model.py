@@ -52,6 +52,7 @@ from inflight.frontend.output.pacing import pacing_for
 from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.frontend.text.tokenizer_info import tokenizer_info
 
 _DRAIN = "drain"  # a message between instances
 
@@ -108,6 +109,7 @@ class TritonPythonModel:
         )
         self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
+            tokenizer_info(source, revision, self._chat.text),
             tokenizer,
             parser.prompts,
             parser.limits,

@@ -23,7 +23,7 @@ from inflight_gateway.errors import APIError, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
-from inflight_gateway.health import health, ready, version
+from inflight_gateway.health import health, load, ready, version
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.openapi import ApiPages
@@ -31,6 +31,8 @@ from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
+from inflight_gateway.sagemaker import invocations
+from inflight_gateway.tokenizer_info import tokenizer_info
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 __all__ = ["build_app"]
@@ -41,17 +43,23 @@ class _Endpoint:
     """A path, and the async function that answers it: one file for each.
 
     Attributes:
-        body: type of a POST's body; None for a GET.
+        body: type of the body, or several; empty for a request without one.
+        verb: the method, if it is not GET without a body and POST with one.
     """
 
     path: str
     answer: Callable[[Request], Awaitable[Response]]
     summary: str
-    body: type[Body] | None = None
+    body: type[Body] | tuple[type[Body], ...] = ()
+    verb: str = ""
+
+    @property
+    def bodies(self) -> tuple[type[Body], ...]:
+        return self.body if isinstance(self.body, tuple) else (self.body,)
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("POST" if self.body else "GET")
 
 
 _ENDPOINTS = (
@@ -62,8 +70,16 @@ _ENDPOINTS = (
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
+    _Endpoint("/tokenizer_info", tokenizer_info, "The settings of the tokenizer, with the chat template"),
     _Endpoint("/health", health, "Whether the gateway answers"),
     _Endpoint("/ready", ready, "Whether a model can serve"),
+    _Endpoint("/health/ready", ready, "The same as /ready"),
+    _Endpoint("/ping", ready, "The same as /ready, for SageMaker"),
+    _Endpoint("/ping", ready, "The same as /ready, for SageMaker", verb="POST"),
+    _Endpoint(
+        "/invocations", invocations, "Answer chats and continue prompts, for SageMaker", (ChatBody, CompletionBody)
+    ),
+    _Endpoint("/load", load, "The number of requests that generate now"),
     _Endpoint("/version", version, "The version"),
     _Endpoint("/metrics", metrics, "Prometheus metrics"),
 )
@@ -116,7 +132,7 @@ def _routes() -> list[Route]:
     routes = [
         Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
     ]
-    pages = ApiPages({(one.method, one.path): (one.summary, one.body) for one in _ENDPOINTS})
+    pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
     return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page)]
 
 
@@ -128,7 +144,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         keys=Keys(options.api_keys),
         metrics=gateway.metrics,
         paths=paths,
-        open_paths=("/metrics",) if options.open_metrics else (),
+        open_paths=("/load", "/metrics") if options.open_metrics else (),
     )
     if not options.cors_origins:
         return [Middleware(ResponseHeaders), front]

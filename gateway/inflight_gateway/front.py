@@ -16,7 +16,7 @@ from inflight_gateway.response_headers import warnings_of
 
 __all__ = ["Front", "Keys"]
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
+_OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/ready", "/version"})  # answered without a key
 
 
 class Keys:

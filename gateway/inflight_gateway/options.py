@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight_gateway.affinity import BoundedRing
+from inflight_gateway.fill_in_middle import check_fim_template
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
@@ -49,7 +50,10 @@ class GatewayOptions:
         reasoning_parser: format of reasoning in the model's text; "": detected from the chat template.
         triton_metrics: URL of Triton's metrics, which `/metrics` adds to the gateway's own: endpoint pickers read a
             replica's load on the port that they send requests to.  "": none.
-        open_metrics: answer `/metrics` without a key.
+        enable_tokenizer_info_endpoint: answer `/tokenizer_info`, which shows the chat template.
+        fim_template: prompt of completions with `suffix`, with the places `{prefix}` and `{suffix}`; "": told by the
+            model's tokenizer; "none": `suffix` is refused.
+        open_metrics: answer `/metrics` and `/load` without a key.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -79,6 +83,8 @@ class GatewayOptions:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     triton_metrics: str = ""
+    enable_tokenizer_info_endpoint: bool = False
+    fim_template: str = ""
     open_metrics: bool = False
     system_fingerprint: str = ""
 
@@ -86,6 +92,7 @@ class GatewayOptions:
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)
+        check_fim_template(self.fim_template)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
         if self.routing not in POLICIES:

@@ -40,7 +40,7 @@ async def test_a_key_is_asked_for(start):
         assert response.headers["www-authenticate"] == "Bearer"
     for key in KEYS:
         assert (await front.http.get("/v1/models", headers={"Authorization": f"bearer  {key}"})).status_code == 200
-    for path in ("/health", "/ready", "/version"):
+    for path in ("/health", "/health/ready", "/ping", "/ready", "/version"):
         assert (await front.http.get(path)).status_code == 200
     for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/nowhere", "/health/", "//health"):
         assert (await front.http.get(path)).status_code == 401

@@ -83,7 +83,17 @@ def gateway(
     triton_metrics: Annotated[
         str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
     ] = "",
-    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
+    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics and /load.")] = False,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, typer.Option("--enable-tokenizer-info-endpoint", help="Answer /tokenizer_info, with the chat template.")
+    ] = False,
+    fim_template: Annotated[
+        str,
+        typer.Option(
+            help="Prompt of completions with `suffix`, such as '<PRE>{prefix}<SUF>{suffix}<MID>'; by default told by "
+            "the tokenizer; 'none' refuses them."
+        ),
+    ] = "",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams can need more.")
@@ -121,6 +131,8 @@ def gateway(
         strict=strict,
         triton_metrics=triton_metrics,
         open_metrics=open_metrics,
+        enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
+        fim_template=fim_template,
     )
     from inflight_gateway.server import ServerOptions, run
 
