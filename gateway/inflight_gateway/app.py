@@ -26,6 +26,9 @@ from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, load, ready, version
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
+from inflight_gateway.ollama import ollama_chat, ollama_generate
+from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from inflight_gateway.ollama_models import ollama_absent, ollama_ps, ollama_show, ollama_tags, ollama_version, root
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
@@ -70,6 +73,13 @@ _ENDPOINTS = (
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
+    _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody),
+    _Endpoint("/api/generate", ollama_generate, "Answer prompts, in Ollama's form", OllamaGenerateBody),
+    _Endpoint("/api/show", ollama_show, "One model, in Ollama's form", OllamaShowBody),
+    _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form"),
+    _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form"),
+    _Endpoint("/api/version", ollama_version, "The version of Ollama's API"),
+    _Endpoint("/", root, "A line of text"),
     _Endpoint("/tokenizer_info", tokenizer_info, "The settings of the tokenizer, with the chat template"),
     _Endpoint("/health", health, "Whether the gateway answers"),
     _Endpoint("/ready", ready, "Whether a model can serve"),
@@ -133,6 +143,7 @@ def _routes() -> list[Route]:
         Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
     ]
     pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
+    routes.append(Route("/api/{operation:path}", ollama_absent, methods=["GET", "HEAD", "POST", "DELETE"]))
     return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page)]
 
 
@@ -160,7 +171,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
 
 async def _failed(http: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return error_response(error)
+    return error_response(error, http.url.path)
 
 
 async def _refused(http: Request, error: Exception) -> Response:
@@ -169,10 +180,10 @@ async def _refused(http: Request, error: Exception) -> Response:
     path = http.url.path
     if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
         message = f"{path} is not supported: this server generates text; /docs lists what it has"
-        return error_response(APIError(404, message, code="unsupported_endpoint"))
+        return error_response(APIError(404, message, code="unsupported_endpoint"), path)
     message = f"{http.method} {path}: {error.detail.lower()}; /docs lists what there is"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})))
+    return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})), path)
 
 
 async def _gone(http: Request, error: Exception) -> Response:

@@ -23,7 +23,7 @@ from inflight_gateway.translations import COMMON, Translation
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
 
-__all__ = ["CompletionBody", "answer_completion", "completions"]
+__all__ = ["CompletionBody", "answer_completion", "checked_prompts", "completion_requests", "completions"]
 
 _EXPECTED = "prompt: a text, a list of token ids, or a list of either is expected"
 
@@ -62,15 +62,12 @@ async def completions(http: Request) -> Response:
 async def answer_completion(http: Request, body: CompletionBody) -> Response:
     """The answer to a completion request whose body was read."""
     gateway = gateway_of(http)
-    prompts = _prompts(body.prompt, gateway.options.max_prompts)
-    _check(body)
+    prompts = checked_prompts(gateway, body)
     model = await gateway.upstream.resolve(body.model)
-    arguments = _arguments(gateway, http, model, body)
-    if body.suffix:
-        prompts, arguments = _filled(gateway, model, body, prompts, arguments)
+    prompts = completion_requests(gateway, http, model, body, prompts)
     plans = [await _plan(gateway, model, body, prompt) for prompt in prompts]
     request_id = request_id_of(http, body)
-    requests = [{**arguments, **prompt, "request_id": f"{request_id}-{i}"} for i, prompt in enumerate(prompts)]
+    requests = [{**prompt, "request_id": f"{request_id}-{i}"} for i, prompt in enumerate(prompts)]
     head = {
         "id": f"cmpl-{request_id}",
         "object": "text_completion",
@@ -83,6 +80,31 @@ async def answer_completion(http: Request, body: CompletionBody) -> Response:
         return await stream_events(gateway, http, requests, limit, CompletionEvents(head, body.include_usage, plans))
     results = await complete(gateway, http, [{**request, "one_response": True} for request in requests], limit)
     return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
+
+
+def checked_prompts(gateway: Gateway, body: CompletionBody) -> list[dict[str, Any]]:
+    """The prompts of a request, as arguments of `AsyncClient.stream`.
+
+    Raises:
+        APIError: the request is not valid.
+    """
+    prompts = _prompts(body.prompt, gateway.options.max_prompts)
+    _check(body)
+    return prompts
+
+
+def completion_requests(
+    gateway: Gateway, http: Request, model: ServedModel, body: CompletionBody, prompts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The arguments of `AsyncClient.stream` for each of `checked_prompts`, without a request id.
+
+    Raises:
+        APIError: the request is not valid, or the model cannot fill the gap before a suffix.
+    """
+    arguments = _arguments(gateway, http, model, body)
+    if body.suffix:
+        prompts, arguments = _filled(gateway, model, body, prompts, arguments)
+    return [{**arguments, **prompt} for prompt in prompts]
 
 
 def _check(body: CompletionBody) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -82,9 +83,16 @@ class APIError(Exception):
         return msgspec.json.encode(self.to_dict())
 
 
-def error_response(error: APIError) -> Response:
-    """The response of a request that fails before anything was sent."""
-    return Response(error.to_json(), error.status, error.headers, "application/json")
+# The bodies of errors in other APIs than OpenAI's, by the beginning of their paths.
+_BODIES: dict[str, Callable[[APIError], dict[str, Any]]] = {
+    "/api/": lambda error: {"error": error.message},  # Ollama's
+}
+
+
+def error_response(error: APIError, path: str) -> Response:
+    """The response of a request to `path` that fails before anything was sent."""
+    body = next((body for start, body in _BODIES.items() if path.startswith(start)), APIError.to_dict)
+    return Response(msgspec.json.encode(body(error)), error.status, error.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:

@@ -16,7 +16,9 @@ from inflight_gateway.response_headers import warnings_of
 
 __all__ = ["Front", "Keys"]
 
-_OPEN_PATHS = frozenset({"/health", "/health/ready", "/ping", "/ready", "/version"})  # answered without a key
+_OPEN_PATHS = frozenset(
+    {"/", "/api/version", "/health", "/health/ready", "/ping", "/ready", "/version"}
+)  # answered without a key
 
 
 class Keys:
@@ -82,12 +84,12 @@ class Front:
 
         try:
             if not self._may_pass(scope):
-                await error_response(_no_key())(scope, receive, sending)
+                await error_response(_no_key(), scope["path"])(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         except Exception as error:
             if not started:  # here, so that the response has the headers of the outer middleware
-                await error_response(api_error(error))(scope, receive, sending)
+                await error_response(api_error(error), scope["path"])(scope, receive, sending)
             raise  # the server logs it
         finally:
             if scope.get("client_gone"):

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from inflight_client import AsyncStream, GenerationResult, StreamChunk
 from inflight_gateway.errors import APIError, api_error, request_error
 from inflight_gateway.length_limit import LengthLimit
-from inflight_gateway.sse import DONE, KEEP_ALIVE, event
+from inflight_gateway.sse import DONE, SSE, Framing, event
 
 if TYPE_CHECKING:
     from inflight_gateway.gateway import Gateway
@@ -222,16 +222,18 @@ class EventStream(Response):
         gateway: counts the chunks that are sent.
         generation: entered, after `first`.
         encoder: creates the events.
+        framing: of the stream.
     """
 
-    def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder) -> None:
-        super().__init__(media_type="text/event-stream")
+    def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder, framing: Framing = SSE) -> None:
+        super().__init__(media_type=framing.media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-cache"
         self.headers["x-accel-buffering"] = "no"  # nginx would buffer events
         self._gateway = gateway
         self._generation = generation
         self._encoder = encoder
+        self._keep_alive = framing.keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -255,7 +257,7 @@ class EventStream(Response):
                     sent(len(pieces))
                     body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
                 else:
-                    body += KEEP_ALIVE
+                    body += self._keep_alive
                 if body:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
                     body = b""
@@ -281,6 +283,7 @@ async def stream_events(
     requests: Sequence[Mapping[str, Any]],
     limit: LengthLimit,
     encoder: EventEncoder,
+    framing: Framing = SSE,
 ) -> Response:
     """Send the requests; returns the response that streams their events.
 
@@ -296,7 +299,7 @@ async def stream_events(
     except BaseException:
         await generation.close()
         raise
-    return EventStream(gateway, generation, encoder)
+    return EventStream(gateway, generation, encoder, framing)
 
 
 async def complete(

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-__all__ = ["DONE", "KEEP_ALIVE", "EventTemplate", "encode_json", "event", "named_event"]
+__all__ = ["DONE", "KEEP_ALIVE", "SSE", "EventTemplate", "Framing", "encode_json", "event", "named_event"]
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+
+
+@dataclass(frozen=True)
+class Framing:
+    """The form of a stream.
+
+    Attributes:
+        media_type: of the response.
+        keep_alive: sent when nothing else was for a while.
+    """
+
+    media_type: str
+    keep_alive: bytes
+
+
+SSE = Framing("text/event-stream", KEEP_ALIVE)
 
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 
