@@ -19,7 +19,7 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["API_VERSION", "ollama_absent", "ollama_ps", "ollama_show", "ollama_tags", "ollama_version", "root"]
 
-API_VERSION = "0.12.11"  # the version of Ollama whose API this is: clients refuse older ones
+API_VERSION = "0.12.11"  # of Ollama: clients refuse older ones
 _FOREVER = "9999-12-31T23:59:59Z"  # models stay loaded
 _FAMILY = "inflight"
 _MANAGED = ("blobs", "copy", "create", "delete", "pull", "push")

@@ -92,15 +92,33 @@ async def test_durations_are_those_of_the_stream(start):
 async def test_options_have_the_names_of_this_server(start):
     front = await start(ok)
     options = {
-        "num_predict": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 7, "stop": ["x"],
-        "repeat_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
-        "mirostat": 0, "tfs_z": 1, "typical_p": 1.0,
+        "num_predict": 5,
+        "temperature": 0.5,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["x"],
+        "repeat_penalty": 1.5,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "mirostat": 0,
+        "tfs_z": 1,
+        "typical_p": 1.0,
     }
     for path, body in (("/api/chat", CHAT), ("/api/generate", GENERATE), ("/api/generate", {**GENERATE, "raw": True})):
         await lines_of(front, path, {**body, "options": options})
         assert front.client.requests[-1].sampling == {
-            "max_tokens": 5, "temperature": 0.5, "top_k": 4, "top_p": 0.9, "min_p": 0.1, "seed": 7, "stop": ["x"],
-            "repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+            "max_tokens": 5,
+            "temperature": 0.5,
+            "top_k": 4,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "seed": 7,
+            "stop": ["x"],
+            "repetition_penalty": 1.5,
+            "presence_penalty": 0.5,
+            "frequency_penalty": 0.25,
         }
     for unlimited in (-1, -2, 0):
         await lines_of(front, "/api/chat", {**CHAT, "options": {"num_predict": unlimited, "seed": -1, "stop": []}})
