@@ -24,6 +24,7 @@ from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, load, ready, version
+from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
@@ -153,6 +154,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
     front = Middleware(
         Front,
         keys=Keys(options.api_keys),
+        hosts=AllowedHosts(options.allowed_hosts),
         metrics=gateway.metrics,
         paths=paths,
         open_paths=("/load", "/metrics") if options.open_metrics else (),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from inflight_gateway.affinity import BoundedRing
 from inflight_gateway.fill_in_middle import check_fim_template
+from inflight_gateway.hosts import check_allowed_hosts
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
@@ -29,6 +30,8 @@ class GatewayOptions:
         headers: sent with every call to Triton, such as the key of its management endpoints.
         api_keys: requests must send one of them as `Authorization: Bearer KEY`; empty: no key is needed.
         cors_origins: origins of pages that can call the gateway from a browser; "*": all; empty: none.
+        allowed_hosts: names by which clients can call the gateway, beside IP addresses and local names; empty: any (but
+            `server.run` allows only those for a gateway without keys that listens on a loopback address).
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
         max_bodies_bytes: of all request bodies that arrive at the same time, per process; more are refused with 503.
@@ -65,6 +68,7 @@ class GatewayOptions:
     headers: Mapping[str, str] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     tenant_header: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
     max_bodies_bytes: int = 128 * 1024 * 1024
@@ -92,6 +96,7 @@ class GatewayOptions:
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)
+        check_allowed_hosts(self.allowed_hosts)
         check_fim_template(self.fim_template)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")

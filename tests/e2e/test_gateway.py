@@ -252,6 +252,12 @@ async def test_a_gap_is_filled_with_the_operators_template(client: AsyncOpenAI, 
         )
 
 
+async def test_a_page_whose_name_points_here_is_refused(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/models", headers={"Host": "evil.example"})).status_code == 403
+        assert (await http.get("/models", headers={"Host": "localhost:1"})).status_code == 200
+
+
 async def test_the_tokenizer_is_shown_without_paths(url: str) -> None:
     async with httpx.AsyncClient(base_url=url.removesuffix("/v1")) as http:
         shown = (await http.get("/tokenizer_info")).json()

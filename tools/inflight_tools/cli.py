@@ -17,7 +17,16 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
-from inflight_tools.gateway import AllowedOrigin, ApiKey, ApiKeyFile, Strict, gateway, gateway_options, read_keys
+from inflight_tools.gateway import (
+    AllowedHosts,
+    AllowedOrigin,
+    ApiKey,
+    ApiKeyFile,
+    Strict,
+    gateway,
+    gateway_options,
+    read_keys,
+)
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
@@ -105,6 +114,7 @@ def serve(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     allowed_origin: AllowedOrigin = None,
+    allowed_hosts: AllowedHosts = None,
     strict: Strict = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
@@ -162,6 +172,7 @@ def serve(
                     tool_call_parser=tool_call_parser,
                     reasoning_parser=reasoning_parser,
                     cors_origins=tuple(allowed_origin or ()),
+                    allowed_hosts=tuple(allowed_hosts or ()),
                     strict=strict,
                 )
         run_in_foreground(server, timeout, beside, stub_timeout or None)

@@ -13,7 +13,7 @@ from inflight_tools.terminal import fail
 if TYPE_CHECKING:
     from inflight_gateway.options import GatewayOptions
 
-__all__ = ["AllowedOrigin", "ApiKey", "ApiKeyFile", "Strict", "gateway", "gateway_options", "read_keys"]
+__all__ = ["AllowedHosts", "AllowedOrigin", "ApiKey", "ApiKeyFile", "Strict", "gateway", "gateway_options", "read_keys"]
 
 ApiKey = Annotated[
     list[str] | None,
@@ -26,6 +26,13 @@ ApiKeyFile = Annotated[
 ]
 AllowedOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin whose pages can call from a browser (CORS); repeatable; * for all.")
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name by which clients can call, beside IP addresses and local names; repeatable; * for any.  By default "
+        "any, or only local names without keys on a loopback address."
+    ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
 
@@ -63,6 +70,7 @@ def gateway(
         str, typer.Option(help="Format of reasoning in the model's text; by default told by the chat template.")
     ] = "",
     allowed_origin: AllowedOrigin = None,
+    allowed_hosts: AllowedHosts = None,
     tenant_header: Annotated[
         str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
     ] = "",
@@ -120,6 +128,7 @@ def gateway(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         cors_origins=tuple(allowed_origin or ()),
+        allowed_hosts=tuple(allowed_hosts or ()),
         tenant_header=tenant_header,
         request_timeout=request_timeout or None,
         reconnect_timeout=reconnect_timeout,
