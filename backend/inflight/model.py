@@ -83,7 +83,11 @@ class TritonPythonModel:
             os.environ["HF_HUB_CACHE"] = config.download_dir
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
         self._chat = ChatTemplate.load(
-            source, revision=revision, override=config.chat_template, seconds=config.chat_template_timeout
+            source,
+            revision=revision,
+            override=config.chat_template,
+            seconds=config.chat_template_timeout,
+            trusts_requests=config.trust_request_chat_template,
         )
         tokenizer = Tokenizer.load(
             source,

@@ -51,6 +51,8 @@ class GatewayOptions:
         strict: refuse unknown keys in request bodies instead of ignoring them with a warning.
         tool_call_parser: format of tool calls in the model's text; "": detected from the chat template.
         reasoning_parser: format of reasoning in the model's text; "": detected from the chat template.
+        trust_request_chat_template: requests can have a `chat_template`, which is a program; the model's operator must
+            allow it, too.
         triton_metrics: URL of Triton's metrics, which `/metrics` adds to the gateway's own: endpoint pickers read a
             replica's load on the port that they send requests to.  "": none.
         enable_tokenizer_info_endpoint: answer `/tokenizer_info`, which shows the chat template.
@@ -87,6 +89,7 @@ class GatewayOptions:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     triton_metrics: str = ""
+    trust_request_chat_template: bool = False
     enable_tokenizer_info_endpoint: bool = False
     fim_template: str = ""
     open_metrics: bool = False

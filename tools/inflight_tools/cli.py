@@ -23,6 +23,7 @@ from inflight_tools.gateway import (
     ApiKey,
     ApiKeyFile,
     Strict,
+    TrustRequestChatTemplate,
     gateway,
     gateway_options,
     read_keys,
@@ -116,6 +117,7 @@ def serve(
     allowed_origin: AllowedOrigin = None,
     allowed_hosts: AllowedHosts = None,
     strict: Strict = False,
+    trust_request_chat_template: TrustRequestChatTemplate = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C.
 
@@ -127,7 +129,7 @@ def serve(
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
     and died.
     """
-    options = {
+    options: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
@@ -143,6 +145,8 @@ def serve(
                 fail("give --model, or --model-repository for an existing repository", status=2)
             if load_model:
                 fail("--load-model requires --model-repository", status=2)
+            if trust_request_chat_template:
+                options["trust_request_chat_template"] = True
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
@@ -174,6 +178,7 @@ def serve(
                     cors_origins=tuple(allowed_origin or ()),
                     allowed_hosts=tuple(allowed_hosts or ()),
                     strict=strict,
+                    trust_request_chat_template=trust_request_chat_template,
                 )
         run_in_foreground(server, timeout, beside, stub_timeout or None)
 

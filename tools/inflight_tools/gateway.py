@@ -13,7 +13,17 @@ from inflight_tools.terminal import fail
 if TYPE_CHECKING:
     from inflight_gateway.options import GatewayOptions
 
-__all__ = ["AllowedHosts", "AllowedOrigin", "ApiKey", "ApiKeyFile", "Strict", "gateway", "gateway_options", "read_keys"]
+__all__ = [
+    "AllowedHosts",
+    "AllowedOrigin",
+    "ApiKey",
+    "ApiKeyFile",
+    "Strict",
+    "TrustRequestChatTemplate",
+    "gateway",
+    "gateway_options",
+    "read_keys",
+]
 
 ApiKey = Annotated[
     list[str] | None,
@@ -32,6 +42,13 @@ AllowedHosts = Annotated[
     typer.Option(
         help="Name by which clients can call, beside IP addresses and local names; repeatable; * for any.  By default "
         "any, or only local names without keys on a loopback address."
+    ),
+]
+TrustRequestChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Take chat templates from requests, which are programs; with `trust_request_chat_template` of the model.",
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
@@ -86,6 +103,7 @@ def gateway(
         int, typer.Option(min=1, help="Size of all bodies that arrive at the same time, per process.")
     ] = 128 * 1024 * 1024,
     strict: Strict = False,
+    trust_request_chat_template: TrustRequestChatTemplate = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
     triton_metrics: Annotated[
@@ -138,6 +156,7 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_bodies_bytes=max_bodies_bytes,
         strict=strict,
+        trust_request_chat_template=trust_request_chat_template,
         triton_metrics=triton_metrics,
         open_metrics=open_metrics,
         enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
