@@ -36,7 +36,7 @@ def check_request_template(options: GatewayOptions, template: str | None) -> Non
 
 @dataclass(frozen=True)
 class RequestTemplate:
-    """What the template of a request does.
+    """The template of a request.
 
     Attributes:
         text: Jinja source; None: the model's template renders the request.
