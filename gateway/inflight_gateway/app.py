@@ -19,7 +19,7 @@ from inflight_gateway.chat import chat_completions
 from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.connections import STATE, Connections
-from inflight_gateway.errors import APIError, error_response
+from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
@@ -29,7 +29,15 @@ from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
 from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
-from inflight_gateway.ollama_models import ollama_absent, ollama_ps, ollama_show, ollama_tags, ollama_version, root
+from inflight_gateway.ollama_models import (
+    ollama_absent,
+    ollama_error,
+    ollama_ps,
+    ollama_show,
+    ollama_tags,
+    ollama_version,
+    root,
+)
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
@@ -48,6 +56,7 @@ class _Endpoint:
 
     Attributes:
         body: type of the body, or several; empty for a request without one.
+        error_form: of its errors; None: OpenAI's.
         verb: the method, if it is not GET without a body and POST with one.
     """
 
@@ -55,6 +64,7 @@ class _Endpoint:
     answer: Callable[[Request], Awaitable[Response]]
     summary: str
     body: type[Body] | tuple[type[Body], ...] = ()
+    error_form: ErrorForm | None = None
     verb: str = ""
 
     @property
@@ -74,12 +84,12 @@ _ENDPOINTS = (
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
-    _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody),
-    _Endpoint("/api/generate", ollama_generate, "Answer prompts, in Ollama's form", OllamaGenerateBody),
-    _Endpoint("/api/show", ollama_show, "One model, in Ollama's form", OllamaShowBody),
-    _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form"),
-    _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form"),
-    _Endpoint("/api/version", ollama_version, "The version of Ollama's API"),
+    _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody, ollama_error),
+    _Endpoint("/api/generate", ollama_generate, "Answer prompts, in Ollama's form", OllamaGenerateBody, ollama_error),
+    _Endpoint("/api/show", ollama_show, "One model, in Ollama's form", OllamaShowBody, ollama_error),
+    _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form", error_form=ollama_error),
+    _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form", error_form=ollama_error),
+    _Endpoint("/api/version", ollama_version, "The version of Ollama's API", error_form=ollama_error),
     _Endpoint("/", root, "A line of text"),
     _Endpoint("/tokenizer_info", tokenizer_info, "The settings of the tokenizer, with the chat template"),
     _Endpoint("/health", health, "Whether the gateway answers"),
@@ -158,6 +168,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         metrics=gateway.metrics,
         paths=paths,
         open_paths=("/load", "/metrics") if options.open_metrics else (),
+        error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
     if not options.cors_origins:
         return [Middleware(ResponseHeaders), front]
@@ -173,7 +184,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
 
 async def _failed(http: Request, error: Exception) -> Response:
     assert isinstance(error, APIError)
-    return error_response(error, http.url.path)
+    return error_response(error, http.scope)
 
 
 async def _refused(http: Request, error: Exception) -> Response:
@@ -182,10 +193,11 @@ async def _refused(http: Request, error: Exception) -> Response:
     path = http.url.path
     if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
         message = f"{path} is not supported: this server generates text; /docs lists what it has"
-        return error_response(APIError(404, message, code="unsupported_endpoint"), path)
+        return error_response(APIError(404, message, code="unsupported_endpoint"), http.scope)
     message = f"{http.method} {path}: {error.detail.lower()}; /docs lists what there is"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-    return error_response(APIError(error.status_code, message, code=code, headers=dict(error.headers or {})), path)
+    shown = APIError(error.status_code, message, code=code, headers=dict(error.headers or {}))
+    return error_response(shown, http.scope)
 
 
 async def _gone(http: Request, error: Exception) -> Response:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
+from starlette.types import Scope
 
 from inflight_client import (
     DeadlineExceededError,
@@ -19,7 +20,7 @@ from inflight_client import (
     UnavailableError,
 )
 
-__all__ = ["APIError", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
+__all__ = ["APIError", "ErrorForm", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -83,16 +84,18 @@ class APIError(Exception):
         return msgspec.json.encode(self.to_dict())
 
 
-# The bodies of errors in other APIs than OpenAI's, by the beginning of their paths.
-_BODIES: dict[str, Callable[[APIError], dict[str, Any]]] = {
-    "/api/": lambda error: {"error": error.message},  # Ollama's
-}
+# The response for an error in the form of an API other than OpenAI's; the scope is that of the request.
+ErrorForm = Callable[[APIError, Scope], Response]
 
 
-def error_response(error: APIError, path: str) -> Response:
-    """The response of a request to `path` that fails before anything was sent."""
-    body = next((body for start, body in _BODIES.items() if path.startswith(start)), APIError.to_dict)
-    return Response(msgspec.json.encode(body(error)), error.status, error.headers, "application/json")
+def error_response(error: APIError, scope: Scope) -> Response:
+    """The response of a request that fails before anything was sent, in the form of its path's API."""
+    form: ErrorForm = scope.get("error_form", _openai_error)
+    return form(error, scope)
+
+
+def _openai_error(error: APIError, scope: Scope) -> Response:
+    return Response(error.to_json(), error.status, error.headers, "application/json")
 
 
 def invalid(message: str, param: str | None = None, code: str | None = None) -> APIError:

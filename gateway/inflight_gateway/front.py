@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import hmac
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight_gateway.errors import APIError, api_error, error_response
+from inflight_gateway.errors import APIError, ErrorForm, api_error, error_response
 from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.response_headers import warnings_of
@@ -56,6 +57,7 @@ class Front:
         metrics: count answers.
         paths: paths with a label of their own in the metrics.
         open_paths: further paths that need no key.
+        error_forms: forms of errors other than OpenAI's, by path.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Front:
         metrics: Metrics,
         paths: Collection[str],
         open_paths: Collection[str] = (),
+        error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
     ) -> None:
         self._app = app
         self._hosts = hosts
@@ -73,6 +76,7 @@ class Front:
         self._metrics = metrics
         self._paths = frozenset(paths)
         self._open_paths = _OPEN_PATHS.union(open_paths)
+        self._error_forms = error_forms
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -82,6 +86,8 @@ class Front:
             await self._app(scope, receive, send)
             return
         status, started, since = 500, False, time.perf_counter()
+        if (form := self._error_forms.get(scope["path"])) is not None:
+            scope["error_form"] = form
 
         async def sending(message: Message) -> None:
             nonlocal status, started
@@ -95,12 +101,12 @@ class Front:
             try:
                 self._check(Headers(scope=scope), scope["path"])
             except APIError as error:
-                await error_response(error, scope["path"])(scope, receive, sending)
+                await error_response(error, scope)(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         except Exception as error:
             if not started:  # here, so that the response has the headers of the outer middleware
-                await error_response(api_error(error), scope["path"])(scope, receive, sending)
+                await error_response(api_error(error), scope)(scope, receive, sending)
             raise  # the server logs it
         finally:
             if scope.get("client_gone"):

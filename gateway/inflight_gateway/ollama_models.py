@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
+from starlette.types import Scope
 
 from inflight_gateway.bodies import read_body
 from inflight_gateway.errors import APIError, invalid
@@ -17,7 +18,16 @@ from inflight_gateway.ollama_input import OllamaShowBody
 from inflight_gateway.sse import encode_json
 from inflight_gateway.upstream import ServedModel
 
-__all__ = ["API_VERSION", "ollama_absent", "ollama_ps", "ollama_show", "ollama_tags", "ollama_version", "root"]
+__all__ = [
+    "API_VERSION",
+    "ollama_absent",
+    "ollama_error",
+    "ollama_ps",
+    "ollama_show",
+    "ollama_tags",
+    "ollama_version",
+    "root",
+]
 
 API_VERSION = "0.12.11"  # of Ollama: clients refuse older ones
 _FOREVER = "9999-12-31T23:59:59Z"  # models stay loaded
@@ -83,9 +93,15 @@ async def ollama_show(http: Request) -> Response:
     )
 
 
+def ollama_error(error: APIError, scope: Scope) -> Response:
+    """An error in Ollama's form."""
+    return Response(encode_json({"error": error.message}), error.status, error.headers, "application/json")
+
+
 async def ollama_absent(http: Request) -> Response:
     """An operation of Ollama's that a client cannot do here."""
     path = http.url.path
+    http.scope["error_form"] = ollama_error
     if path.removeprefix("/api/").partition("/")[0] in _MANAGED:
         message = f"{path}: the operator of this server loads its models; /api/tags lists them"
     else:
