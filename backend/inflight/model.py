@@ -52,6 +52,7 @@ from inflight.frontend.output.pacing import pacing_for
 from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.frontend.text.tokenizer_info import tokenizer_info
 
 _DRAIN = "drain"  # a message between instances
 
@@ -82,7 +83,11 @@ class TritonPythonModel:
             os.environ["HF_HUB_CACHE"] = config.download_dir
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
         self._chat = ChatTemplate.load(
-            source, revision=revision, override=config.chat_template, seconds=config.chat_template_timeout
+            source,
+            revision=revision,
+            override=config.chat_template,
+            seconds=config.chat_template_timeout,
+            trusts_requests=config.trust_request_chat_template,
         )
         tokenizer = Tokenizer.load(
             source,
@@ -108,6 +113,7 @@ class TritonPythonModel:
         )
         self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
+            tokenizer_info(source, revision, self._chat.text),
             tokenizer,
             parser.prompts,
             parser.limits,

@@ -18,6 +18,7 @@ from inflight_client.questions import (
     json_answer,
     model_question,
     tokenize_question,
+    tokenizer_question,
 )
 from inflight_client.request import ChatOptions, GenerationRequest, Message, RequestOptions
 from inflight_client.results import GenerationResult
@@ -246,6 +247,10 @@ class Client(_BaseClient):
         """
         return json_answer(self._ask(model_question(), model, timeout))
 
+    def tokenizer_info(self, model: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+        """The settings of the model's tokenizer, with its chat template; errors as in `model_info`."""
+        return json_answer(self._ask(tokenizer_question(), model, timeout))
+
     def _ask(self, question: Question, model: str | None, timeout: float) -> str:
         return self._servers.first(lambda server: server.control(model or self.model, question, timeout))
 
@@ -361,6 +366,10 @@ class AsyncClient(_BaseClient):
     async def model_info(self, model: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
         """As `Client.model_info`."""
         return json_answer(await self._ask(model_question(), model, timeout))
+
+    async def tokenizer_info(self, model: str | None = None, timeout: float = 60.0) -> dict[str, Any]:
+        """As `Client.tokenizer_info`."""
+        return json_answer(await self._ask(tokenizer_question(), model, timeout))
 
     async def _ask(self, question: Question, model: str | None, timeout: float) -> str:
         return await self._servers.first(lambda server: server.control(model or self.model, question, timeout))

@@ -13,7 +13,15 @@ from inflight_client.request import ChatOptions, Message, chat_of, check_one_pro
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Question", "control_question", "detokenize_question", "json_answer", "model_question", "tokenize_question"]
+__all__ = [
+    "Question",
+    "control_question",
+    "detokenize_question",
+    "json_answer",
+    "model_question",
+    "tokenize_question",
+    "tokenizer_question",
+]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,11 @@ def control_question(name: str, admin_key: str | None = None) -> Question:
 def model_question() -> Question:
     """Asks for facts about the model."""
     return control_question("model")
+
+
+def tokenizer_question() -> Question:
+    """Asks for the settings of the tokenizer."""
+    return control_question("tokenizer")
 
 
 def tokenize_question(

@@ -43,12 +43,15 @@ class ChatOptions(TypedDict, total=False):
         add_generation_prompt: end the prompt where the assistant's answer begins; True unless the next is set.
         continue_final_message: continue the last message instead of answering it.  A string names the field of the
             message to continue, such as "reasoning_content".
+        chat_template: Jinja source that replaces the model's template; only for models with
+            `trust_request_chat_template`.
     """
 
     tools: Sequence[Mapping[str, Any]]
     chat_template_kwargs: Mapping[str, Any]
     add_generation_prompt: bool
     continue_final_message: bool | str
+    chat_template: str
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -85,7 +88,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
 
     Attributes:
         max_tokens ... structured_outputs: see `SamplingOptions`.
-        tools, chat_template_kwargs, add_generation_prompt, continue_final_message: see `ChatOptions`.
+        tools, chat_template_kwargs, add_generation_prompt, continue_final_message, chat_template: see `ChatOptions`.
         json_schema: the schema of the output, which is then JSON: a dict or JSON text, a pydantic model or a dataclass.
             Short for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.

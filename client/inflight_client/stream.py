@@ -56,7 +56,8 @@ class _Exchange:
 
     Attributes:
         request: as it was sent first.
-        resumptions: how often the stream was interrupted after its first output, and continued.
+        resumptions: how often the stream was interrupted after its first output, and continued: once, however many
+            attempts that takes.
     """
 
     def __init__(self, request: GenerationRequest, policy: RetryPolicy, servers: Any) -> None:
@@ -133,6 +134,7 @@ class _Exchange:
             self._ended, self._total = True, self._elapsed()
 
     def _take(self, columns: Columns) -> StreamChunk | None:
+        self.resumptions += self._failing_since is not None and self._continuation.received
         self._failing_since = None
         if not self._answered:
             self._answered = True
@@ -171,7 +173,6 @@ class _Exchange:
             delay = self._next_delay()
             if delay is not None:
                 self._leave()
-                self.resumptions += self._continuation.received
                 return delay
         self._end()
         error.request_id = self.request_id

@@ -27,15 +27,29 @@ from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import ClientGone
-from inflight_gateway.health import health, ready, version
+from inflight_gateway.health import health, load, ready, version
+from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.input_tokens import InputTokensBody, input_tokens
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
+from inflight_gateway.ollama import ollama_chat, ollama_generate
+from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
+from inflight_gateway.ollama_models import (
+    ollama_absent,
+    ollama_error,
+    ollama_ps,
+    ollama_show,
+    ollama_tags,
+    ollama_version,
+    root,
+)
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
+from inflight_gateway.sagemaker import invocations
+from inflight_gateway.tokenizer_info import tokenizer_info
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 
 __all__ = ["build_app"]
@@ -46,19 +60,25 @@ class _Endpoint:
     """A path, and the async function that answers it: one file for each.
 
     Attributes:
-        body: type of a POST's body; None for a GET.
+        body: type of the body, or several; empty for a request without one.
         error_form: of its errors; None: OpenAI's.
+        verb: the method, if it is not GET without a body and POST with one.
     """
 
     path: str
     answer: Callable[[Request], Awaitable[Response]]
     summary: str
-    body: type[Body] | None = None
+    body: type[Body] | tuple[type[Body], ...] = ()
     error_form: ErrorForm | None = None
+    verb: str = ""
+
+    @property
+    def bodies(self) -> tuple[type[Body], ...]:
+        return self.body if isinstance(self.body, tuple) else (self.body,)
 
     @property
     def method(self) -> str:
-        return "GET" if self.body is None else "POST"
+        return self.verb or ("POST" if self.body else "GET")
 
 
 _ENDPOINTS = (
@@ -78,8 +98,23 @@ _ENDPOINTS = (
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
+    _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody, ollama_error),
+    _Endpoint("/api/generate", ollama_generate, "Answer prompts, in Ollama's form", OllamaGenerateBody, ollama_error),
+    _Endpoint("/api/show", ollama_show, "One model, in Ollama's form", OllamaShowBody, ollama_error),
+    _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form", error_form=ollama_error),
+    _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form", error_form=ollama_error),
+    _Endpoint("/api/version", ollama_version, "The version of Ollama's API", error_form=ollama_error),
+    _Endpoint("/", root, "A line of text"),
+    _Endpoint("/tokenizer_info", tokenizer_info, "The settings of the tokenizer, with the chat template"),
     _Endpoint("/health", health, "Whether the gateway answers"),
     _Endpoint("/ready", ready, "Whether a model can serve"),
+    _Endpoint("/health/ready", ready, "The same as /ready"),
+    _Endpoint("/ping", ready, "The same as /ready, for SageMaker"),
+    _Endpoint("/ping", ready, "The same as /ready, for SageMaker", verb="POST"),
+    _Endpoint(
+        "/invocations", invocations, "Answer chats and continue prompts, for SageMaker", (ChatBody, CompletionBody)
+    ),
+    _Endpoint("/load", load, "The number of requests that generate now"),
     _Endpoint("/version", version, "The version"),
     _Endpoint("/metrics", metrics, "Prometheus metrics"),
 )
@@ -132,7 +167,8 @@ def _routes() -> list[Route]:
     routes = [
         Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
     ]
-    pages = ApiPages({(one.method, one.path): (one.summary, one.body) for one in _ENDPOINTS})
+    pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
+    routes.append(Route("/api/{operation:path}", ollama_absent, methods=["GET", "HEAD", "POST", "DELETE"]))
     return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page)]
 
 
@@ -142,9 +178,10 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
     front = Middleware(
         Front,
         keys=Keys(options.api_keys),
+        hosts=AllowedHosts(options.allowed_hosts),
         metrics=gateway.metrics,
         paths=paths,
-        open_paths=("/metrics",) if options.open_metrics else (),
+        open_paths=("/load", "/metrics") if options.open_metrics else (),
         error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
     if not options.cors_origins:

@@ -21,13 +21,17 @@ from inflight_gateway.legacy_logprobs import vllm_logprobs
 from inflight_gateway.sse import encode_json
 from inflight_gateway.usage import fingerprint_of, usage_of
 
-__all__ = ["chat_completions"]
+__all__ = ["answer_chat", "chat_completions"]
 
 
 async def chat_completions(http: Request) -> Response:
     """Answer a chat."""
+    return await answer_chat(http, await read_body(http, ChatBody, gateway_of(http)))
+
+
+async def answer_chat(http: Request, body: ChatBody) -> Response:
+    """The answer to a chat whose body was read."""
     gateway = gateway_of(http)
-    body = await read_body(http, ChatBody, gateway)
     model = await gateway.upstream.resolve(body.model)
     plan = await plan_chat(gateway, http, model, body)
     request_id = request_id_of(http, body)

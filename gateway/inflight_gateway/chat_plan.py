@@ -14,7 +14,7 @@ from inflight_gateway.arguments import base_arguments
 from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody
 from inflight_gateway.chat_messages import template_messages, unusual_roles
 from inflight_gateway.chat_tools import ToolPlan, plan_tools
-from inflight_gateway.default_tools import DEFAULT_FORMAT, takes_system_messages, with_tools
+from inflight_gateway.default_tools import DEFAULT_FORMAT, with_tools
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.legacy_functions import messages_with_tools, tool_choice_of, tools_of
@@ -22,6 +22,7 @@ from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.reasoning import ReasoningParser, reasoning_opened
 from inflight_gateway.reasoning_formats import reasoning_tags
 from inflight_gateway.reasoning_tokens import ReasoningTokens, reasoning_token_ids
+from inflight_gateway.request_templates import TEMPLATE_KEYS, RequestTemplate, check_request_template
 from inflight_gateway.response_format import behind_reasoning, body_constraint, calls_or
 from inflight_gateway.response_headers import warn
 from inflight_gateway.tool_parsers import FORMATS, format_named
@@ -30,7 +31,7 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["ChatBody", "ChatPlan", "plan_chat"]
 
-_TEMPLATE_ARGUMENTS = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt", "continue_final_message")
+_TEMPLATE_ARGUMENTS = ("messages", *TEMPLATE_KEYS)
 
 
 class ChatBody(SamplingBody, kw_only=True):
@@ -39,7 +40,6 @@ class ChatBody(SamplingBody, kw_only=True):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "add_special_tokens": (None, False),  # the template writes them
         "audio": (None,),
-        "chat_template": (None,),
         "length_penalty": (None, 1, 1.0),
         "modalities": (None, [], ["text"]),
         "moderation": (None,),
@@ -80,6 +80,7 @@ class ChatBody(SamplingBody, kw_only=True):
     # vLLM's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
     include_reasoning: bool | None = None
@@ -143,6 +144,7 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
             "model",
         )
     _check(body)
+    check_request_template(gateway.options, body.chat_template)
     body = _with_tools(body)
     format = _tool_format(gateway, model)
     tools = plan_tools(body.tools, body.tool_choice, body.parallel_tool_calls, format or DEFAULT_FORMAT)
@@ -151,7 +153,8 @@ async def plan_chat(gateway: Gateway, http: Request, model: ServedModel, body: C
     limit = _limit(body, model)
     arguments["max_tokens"] = limit.longest(model) if limit.tokens is None else limit.tokens  # as in OpenAI's API
     arguments |= _logprobs(body) | _template(body)
-    arguments |= await _described(gateway, model, arguments["messages"], tools, format)
+    template = RequestTemplate(body.chat_template, model.info)
+    arguments |= await _described(gateway, model, template, arguments["messages"], tools, format)
     constraint = _constraint(body, tools)
     if constraint is not None:
         arguments["structured_outputs"] = constraint if tags is None else behind_reasoning(constraint, tags, opened)
@@ -199,13 +202,18 @@ def _check(body: ChatBody) -> None:
 
 
 async def _described(
-    gateway: Gateway, model: ServedModel, messages: list[dict[str, Any]], tools: ToolPlan | None, format: str | None
+    gateway: Gateway,
+    model: ServedModel,
+    template: RequestTemplate,
+    messages: list[dict[str, Any]],
+    tools: ToolPlan | None,
+    format: str | None,
 ) -> dict[str, Any]:
     """Tools for the template, or messages that contain them."""
     described = [] if tools is None else tools.described
-    has_tools = model.info.get("takes_tools", True)
+    has_tools = template.takes_tools
     if format in (None, DEFAULT_FORMAT) and (not has_tools or (format is None and described)):
-        in_system = bool(described) and await takes_system_messages(gateway.upstream, model)
+        in_system = bool(described) and await template.takes_system_messages(gateway.upstream, model)
         return {"messages": with_tools(messages, described, in_system)}
     return {"tools": described} if described else {}
 
@@ -224,7 +232,8 @@ async def _reasoning(gateway: Gateway, model: ServedModel, body: ChatBody) -> tu
         _, begun, behind = _last_content(body.messages).rpartition(tags[0])
         within = bool(begun) and tags[1] not in behind
         return (tags, True) if within else (None, False)
-    return tags, await reasoning_opened(gateway.upstream, model, tags[0], _template_kwargs(body))
+    own = {} if body.chat_template is None else {"chat_template": body.chat_template}
+    return tags, await reasoning_opened(gateway.upstream, model, tags[0], _template_kwargs(body), own)
 
 
 def _last_content(messages: Any) -> str:
@@ -255,6 +264,8 @@ def _template(body: ChatBody) -> dict[str, Any]:
         found["add_generation_prompt"] = body.add_generation_prompt
     if body.continue_final_message:
         found["continue_final_message"] = True
+    if body.chat_template is not None:
+        found["chat_template"] = body.chat_template
     if options := _template_kwargs(body):
         found["chat_template_kwargs"] = options
     return found

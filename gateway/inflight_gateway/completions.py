@@ -13,6 +13,7 @@ from inflight_gateway.arguments import base_arguments, request_id_of
 from inflight_gateway.bodies import COMMON_IGNORED, SamplingBody, read_body
 from inflight_gateway.completion_events import ChoiceBuilder, CompletionEvents, Plan
 from inflight_gateway.errors import invalid
+from inflight_gateway.fill_in_middle import fill_in_middle
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
 from inflight_gateway.length_limit import LengthLimit
@@ -22,7 +23,7 @@ from inflight_gateway.translations import COMMON, Translation
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
 
-__all__ = ["CompletionBody", "completions"]
+__all__ = ["CompletionBody", "answer_completion", "checked_prompts", "completion_requests", "completions"]
 
 _EXPECTED = "prompt: a text, a list of token ids, or a list of either is expected"
 
@@ -31,7 +32,6 @@ class CompletionBody(SamplingBody, kw_only=True):
     """A completion request.  `prompt`: a text, token ids, or a list of either."""
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "suffix": (None, ""),
         "use_beam_search": (None, False),
         "prompt_embeds": (None,),
         "length_penalty": (None, 1, 1.0),
@@ -47,6 +47,7 @@ class CompletionBody(SamplingBody, kw_only=True):
     TRANSLATED: ClassVar[dict[str, Translation]] = COMMON
 
     prompt: Any
+    suffix: str | None = None
     echo: bool | None = None
     logprobs: int | None = None
     response_format: Any = None
@@ -55,15 +56,18 @@ class CompletionBody(SamplingBody, kw_only=True):
 
 async def completions(http: Request) -> Response:
     """Continue each prompt."""
+    return await answer_completion(http, await read_body(http, CompletionBody, gateway_of(http)))
+
+
+async def answer_completion(http: Request, body: CompletionBody) -> Response:
+    """The answer to a completion request whose body was read."""
     gateway = gateway_of(http)
-    body = await read_body(http, CompletionBody, gateway)
-    prompts = _prompts(body.prompt, gateway.options.max_prompts)
-    _check(body)
+    prompts = checked_prompts(gateway, body)
     model = await gateway.upstream.resolve(body.model)
-    arguments = _arguments(gateway, http, model, body)
+    prompts = completion_requests(gateway, http, model, body, prompts)
     plans = [await _plan(gateway, model, body, prompt) for prompt in prompts]
     request_id = request_id_of(http, body)
-    requests = [{**arguments, **prompt, "request_id": f"{request_id}-{i}"} for i, prompt in enumerate(prompts)]
+    requests = [{**prompt, "request_id": f"{request_id}-{i}"} for i, prompt in enumerate(prompts)]
     head = {
         "id": f"cmpl-{request_id}",
         "object": "text_completion",
@@ -76,6 +80,31 @@ async def completions(http: Request) -> Response:
         return await stream_events(gateway, http, requests, limit, CompletionEvents(head, body.include_usage, plans))
     results = await complete(gateway, http, [{**request, "one_response": True} for request in requests], limit)
     return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
+
+
+def checked_prompts(gateway: Gateway, body: CompletionBody) -> list[dict[str, Any]]:
+    """The prompts of a request, as arguments of `AsyncClient.stream`.
+
+    Raises:
+        APIError: the request is not valid.
+    """
+    prompts = _prompts(body.prompt, gateway.options.max_prompts)
+    _check(body)
+    return prompts
+
+
+def completion_requests(
+    gateway: Gateway, http: Request, model: ServedModel, body: CompletionBody, prompts: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The arguments of `AsyncClient.stream` for each of `checked_prompts`, without a request id.
+
+    Raises:
+        APIError: the request is not valid, or the model cannot fill the gap before a suffix.
+    """
+    arguments = _arguments(gateway, http, model, body)
+    if body.suffix:
+        prompts, arguments = _filled(gateway, model, body, prompts, arguments)
+    return [{**arguments, **prompt} for prompt in prompts]
 
 
 def _check(body: CompletionBody) -> None:
@@ -104,6 +133,22 @@ def _arguments(gateway: Gateway, http: Request, model: ServedModel, body: Comple
     if body.max_tokens == 0:  # the server generates at least one; it is not shown
         arguments["max_tokens"] = 1
     return arguments
+
+
+def _filled(
+    gateway: Gateway, model: ServedModel, body: CompletionBody, prompts: list[dict[str, Any]], arguments: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Prompts and arguments that fill the gap in front of `suffix`."""
+    filling = fill_in_middle(gateway.options.fim_template, model.info, model.name, body.suffix or "")
+    if any("prompt" not in prompt for prompt in prompts):
+        raise invalid("suffix: prompts that are token ids have none; send texts, or leave it out", "suffix")
+    for key, given in (("echo", body.echo), ("truncate_prompt_tokens", body.truncate_prompt_tokens is not None)):
+        if given:
+            raise invalid(f"suffix: {key} beside it is not supported; leave out one of the two", key)
+    if filling.stop_token_ids and not body.ignore_eos:
+        stops = {*(body.stop_token_ids or ()), *filling.stop_token_ids}
+        arguments = {**arguments, "stop_token_ids": sorted(stops)}
+    return [{"prompt": filling.prompt(prompt["prompt"])} for prompt in prompts], arguments
 
 
 def _prompts(value: Any, limit: int) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Middleware for every request: checks the API key, counts the answer, and answers after a fault."""
+"""Middleware for every request: checks the host and the API key, counts the answer, and answers after a fault."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight_gateway.errors import APIError, ErrorForm, api_error, error_response
+from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.response_headers import warnings_of
 
 __all__ = ["Front", "Keys"]
 
-_OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # answered without a key
+_OPEN_PATHS = frozenset(
+    {"/", "/api/version", "/health", "/health/ready", "/ping", "/ready", "/version"}
+)  # answered without a key
 
 
 class Keys:
@@ -55,6 +58,7 @@ class Front:
     Args:
         app: the wrapped application.
         keys: accepted API keys.
+        hosts: accepted names of this server.
         metrics: count answers.
         paths: paths with a label of their own in the metrics.
         open_paths: further paths that need no key.
@@ -65,12 +69,14 @@ class Front:
         self,
         app: ASGIApp,
         keys: Keys,
+        hosts: AllowedHosts,
         metrics: Metrics,
         paths: Collection[str],
         open_paths: Collection[str] = (),
         error_forms: Mapping[str, ErrorForm] = MappingProxyType({}),
     ) -> None:
         self._app = app
+        self._hosts = hosts
         self._keys = keys
         self._metrics = metrics
         self._paths = frozenset(paths)
@@ -97,8 +103,10 @@ class Front:
             await send(message)
 
         try:
-            if not self._may_pass(scope):
-                await error_response(_no_key(), scope)(scope, receive, sending)
+            try:
+                self._check(Headers(scope=scope), scope["path"])
+            except APIError as error:
+                await error_response(error, scope)(scope, receive, sending)
             else:
                 await self._app(scope, receive, sending)
         except Exception as error:
@@ -110,8 +118,10 @@ class Front:
                 status = 499
             self._metrics.answered(self._endpoint(scope), status, time.perf_counter() - since)
 
-    def _may_pass(self, scope: Scope) -> bool:
-        return scope["path"] in self._open_paths or self._keys.accept(Headers(scope=scope))
+    def _check(self, headers: Headers, path: str) -> None:
+        self._hosts.check(headers.get("host", ""))
+        if path not in self._open_paths and not self._keys.accept(headers):
+            raise _no_key()
 
     def _endpoint(self, scope: Scope) -> str:
         path: str = scope["path"]

@@ -1,4 +1,4 @@
-"""`/health`, `/ready` and `/version`."""
+"""`/health`, `/ready`, `/load` and `/version`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.sse import encode_json
 
-__all__ = ["health", "package_version", "ready", "version"]
+__all__ = ["health", "load", "package_version", "ready", "version"]
 
 
 async def health(http: Request) -> Response:
@@ -25,6 +25,12 @@ async def ready(http: Request) -> Response:
     if await gateway_of(http).upstream.ready():
         return Response()
     raise APIError(503, "no model is ready", code="not_ready", retry_after=1.0)
+
+
+async def load(http: Request) -> Response:
+    """`{"server_load": ...}`, as vLLM's: the requests that generate now, of all workers together."""
+    value = {"server_load": gateway_of(http).metrics.all_open_requests()}
+    return Response(encode_json(value), media_type="application/json")
 
 
 async def version(http: Request) -> Response:

@@ -92,6 +92,13 @@ class Metrics:
         self.open_requests -= 1
         self._open.dec()
 
+    def all_open_requests(self) -> int:
+        """The open requests of all worker processes."""
+        if self._shared is None:
+            return self.open_requests
+        self._forget_dead_processes(self._shared)
+        return int(self.registry.get_sample_value("inflight_gateway_open_requests") or 0)
+
     def routed(self, triton: str, why: str) -> None:
         """A Triton was chosen for an attempt."""
         self._routed.labels(triton, why).inc()

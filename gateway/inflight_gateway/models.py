@@ -13,6 +13,20 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = ["list_models", "retrieve_model"]
 
+# Keys of OpenAI's API until 2023, which clients of vLLM still read.
+_PERMISSION = {
+    "object": "model_permission",
+    "allow_create_engine": False,
+    "allow_sampling": True,
+    "allow_logprobs": True,
+    "allow_search_indices": False,
+    "allow_view": True,
+    "allow_fine_tuning": False,
+    "organization": "*",
+    "group": None,
+    "is_blocking": False,
+}
+
 
 async def list_models(http: Request) -> Response:
     """The models that take text and are ready."""
@@ -28,7 +42,16 @@ async def retrieve_model(http: Request) -> Response:
 
 
 def _card(model: ServedModel) -> dict[str, Any]:
-    card = {"id": model.name, "object": "model", "created": model.since, "owned_by": "inflight"}
+    """The model in vLLM's form.  `root` is the name, too: the operator's paths are not for callers."""
+    card: dict[str, Any] = {
+        "id": model.name,
+        "object": "model",
+        "created": model.since,
+        "owned_by": "inflight",
+        "root": model.name,
+        "parent": None,
+        "permission": [{"id": f"modelperm-{model.name}", "created": model.since, **_PERMISSION}],
+    }
     if "max_model_len" in model.info:
         card["max_model_len"] = model.info["max_model_len"]
     return card

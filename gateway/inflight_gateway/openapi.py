@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -38,15 +38,15 @@ class ApiPages:
     """Both pages, generated once.
 
     Args:
-        endpoints: (method, path) -> (summary, type of the body or None).
+        endpoints: (method, path) -> (summary, types that the body can have).
     """
 
-    def __init__(self, endpoints: Mapping[tuple[str, str], tuple[str, type[Body] | None]]) -> None:
-        kinds = [kind for _, kind in endpoints.values() if kind is not None]
+    def __init__(self, endpoints: Mapping[tuple[str, str], tuple[str, Sequence[type[Body]]]]) -> None:
+        kinds = list(dict.fromkeys(kind for _, kinds in endpoints.values() for kind in kinds))
         _, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
         paths: dict[str, dict[str, Any]] = {}
-        for (method, path), (summary, kind) in endpoints.items():
-            paths.setdefault(path, {})[method.lower()] = _operation(path, summary, kind)
+        for (method, path), (summary, bodies) in endpoints.items():
+            paths.setdefault(path, {})[method.lower()] = _operation(path, summary, bodies)
         document = {
             "openapi": "3.1.0",
             "info": {"title": "Inflight: OpenAI's API in front of Triton", "version": package_version()},
@@ -78,14 +78,15 @@ class ApiPages:
         return HTMLResponse(self._page)
 
 
-def _operation(path: str, summary: str, kind: type[Body] | None) -> dict[str, Any]:
+def _operation(path: str, summary: str, bodies: Sequence[type[Body]]) -> dict[str, Any]:
     failure = {"description": "An error", "content": {"application/json": {"schema": _ref("Error")}}}
     operation: dict[str, Any] = {
         "summary": summary,
         "responses": {"200": {"description": "The answer"}, "default": failure},
     }
-    if kind is not None:
-        content = {"application/json": {"schema": _ref(kind.__name__)}}
+    if bodies:
+        schemas = [_ref(kind.__name__) for kind in bodies]
+        content = {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
         operation["requestBody"] = {"required": True, "content": content}
     if "{" in path:
         name = path.partition("{")[2].partition("}")[0]

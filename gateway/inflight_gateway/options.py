@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from inflight_gateway.affinity import BoundedRing
+from inflight_gateway.fill_in_middle import check_fim_template
+from inflight_gateway.hosts import check_allowed_hosts
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
@@ -28,6 +30,8 @@ class GatewayOptions:
         headers: sent with every call to Triton, such as the key of its management endpoints.
         api_keys: requests must send one of them as `Authorization: Bearer KEY`; empty: no key is needed.
         cors_origins: origins of pages that can call the gateway from a browser; "*": all; empty: none.
+        allowed_hosts: names by which clients can call the gateway, beside IP addresses and local names; empty: any (but
+            `server.run` allows only those for a gateway without keys that listens on a loopback address).
         tenant_header: HTTP header that names the tenant, before the body's `user`; "" for none.
         max_body_bytes: of a request body.
         max_bodies_bytes: of all request bodies that arrive at the same time, per process; more are refused with 503.
@@ -47,9 +51,14 @@ class GatewayOptions:
         strict: refuse unknown keys in request bodies instead of ignoring them with a warning.
         tool_call_parser: format of tool calls in the model's text; "": detected from the chat template.
         reasoning_parser: format of reasoning in the model's text; "": detected from the chat template.
+        trust_request_chat_template: requests can have a `chat_template`, which is a program; the model's operator must
+            allow it, too.
         triton_metrics: URL of Triton's metrics, which `/metrics` adds to the gateway's own: endpoint pickers read a
             replica's load on the port that they send requests to.  "": none.
-        open_metrics: answer `/metrics` without a key.
+        enable_tokenizer_info_endpoint: answer `/tokenizer_info`, which shows the chat template.
+        fim_template: prompt of completions with `suffix`, with the places `{prefix}` and `{suffix}`; "": told by the
+            model's tokenizer; "none": `suffix` is refused.
+        open_metrics: answer `/metrics` and `/load` without a key.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -61,6 +70,7 @@ class GatewayOptions:
     headers: Mapping[str, str] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] = ()
     tenant_header: str = ""
     max_body_bytes: int = 16 * 1024 * 1024
     max_bodies_bytes: int = 128 * 1024 * 1024
@@ -79,6 +89,9 @@ class GatewayOptions:
     tool_call_parser: str = ""
     reasoning_parser: str = ""
     triton_metrics: str = ""
+    trust_request_chat_template: bool = False
+    enable_tokenizer_info_endpoint: bool = False
+    fim_template: str = ""
     open_metrics: bool = False
     system_fingerprint: str = ""
 
@@ -86,6 +99,8 @@ class GatewayOptions:
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)
+        check_allowed_hosts(self.allowed_hosts)
+        check_fim_template(self.fim_template)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
         if self.routing not in POLICIES:

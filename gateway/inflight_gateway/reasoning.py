@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -21,23 +22,33 @@ _opened: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
 
 
 async def reasoning_opened(
-    upstream: Upstream, model: ServedModel, tag: str, template_kwargs: Mapping[str, Any]
+    upstream: Upstream,
+    model: ServedModel,
+    tag: str,
+    template_kwargs: Mapping[str, Any],
+    template: Mapping[str, str] | None = None,
 ) -> bool:
     """Whether the prompt ends with `tag`, so that an answer begins with reasoning.
 
     With `chat_template_kwargs`, which can turn thinking on or off, the model is asked to render a chat, once for each
     choice.
+
+    Args:
+        template: `chat_template` of the request, if it has one.
     """
     usual = bool(model.info.get("reasoning_opened"))
     plain = (bool, int, str)
     chosen = {name: value for name, value in template_kwargs.items() if isinstance(value, plain) and value != ""}
-    if not chosen or not model.info or len(key := json.dumps([model.name, chosen], sort_keys=True)) > _MAX_KEY:
+    own = dict(template or {})
+    digest = hashlib.sha256(json.dumps(own).encode()).hexdigest() if own else ""
+    key = json.dumps([model.name, digest, chosen], sort_keys=True)
+    if not (chosen or own) or not model.info or len(key) > _MAX_KEY:
         return usual
     known = _opened.setdefault(upstream, {})
     if key not in known:
         chat = [{"role": "user", "content": "Hi"}]
         try:
-            answer = await upstream.tokenize(model, messages=chat, chat_template_kwargs=chosen)
+            answer = await upstream.tokenize(model, messages=chat, chat_template_kwargs=chosen, **own)
             tail = await upstream.detokenize(model, answer["tokens"][-_TAIL_TOKENS:])
         except APIError:
             return usual  # the request itself will fail with a message

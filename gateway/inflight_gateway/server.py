@@ -17,10 +17,11 @@ from starlette.applications import Starlette
 
 from inflight_gateway.app import build_app
 from inflight_gateway.connections import IDLE_SECONDS, ClientConnection
+from inflight_gateway.hosts import LOCAL, is_loopback
 from inflight_gateway.metrics import SHARED_FOLDER
 from inflight_gateway.options import GatewayOptions
 
-__all__ = ["ServerOptions", "end_with_parent", "run", "worker_app"]
+__all__ = ["ServerOptions", "end_with_parent", "run", "with_default_hosts", "worker_app"]
 
 # Passes the options to worker processes, which import their application by name.
 _OPTIONS, _PARENT = "INFLIGHT_GATEWAY_OPTIONS", "INFLIGHT_GATEWAY_PARENT"
@@ -61,6 +62,7 @@ class ServerOptions:
 
 def run(options: GatewayOptions, server: ServerOptions) -> None:
     """Serve until SIGINT or SIGTERM.  Exits with a status above 0 if the port cannot be used."""
+    options = with_default_hosts(options, server.host)
     if server.workers == 1:
         uvicorn.run(build_app(options), **_uvicorn_options(server))
         return
@@ -70,6 +72,13 @@ def run(options: GatewayOptions, server: ServerOptions) -> None:
         os.environ[SHARED_FOLDER] = folder
         name = f"{__name__}:worker_app"
         uvicorn.run(name, factory=True, workers=server.workers, **_uvicorn_options(server))
+
+
+def with_default_hosts(options: GatewayOptions, host: str) -> GatewayOptions:
+    """The options of a gateway that listens on `host`: without keys, a page must not reach one that is only local."""
+    if options.allowed_hosts or options.api_keys or not is_loopback(host):
+        return options
+    return dataclasses.replace(options, allowed_hosts=LOCAL)
 
 
 def worker_app() -> Starlette:

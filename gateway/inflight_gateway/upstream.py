@@ -210,6 +210,18 @@ class Upstream:
         except (InflightError, ValueError, TypeError) as error:
             raise request_error(error) from None
 
+    async def tokenizer_info(self, model: ServedModel) -> dict[str, Any]:
+        """The settings of a model's tokenizer, with its chat template.
+
+        Raises:
+            APIError: the model cannot tell.
+        """
+        self._check_inflight(model)
+        try:
+            return await self.client.tokenizer_info(model.name)
+        except InflightError as error:
+            raise request_error(error) from None
+
     @staticmethod
     def _check_inflight(model: ServedModel) -> None:
         if not model.is_inflight:

@@ -84,6 +84,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "cpu_threads": {"cpu_threads": 1},
     "chat_template": {"chat_template": "{{ messages }}"},
     "chat_template_timeout": {"chat_template_timeout": 1.0},
+    "trust_request_chat_template": {"trust_request_chat_template": True},
     "enforce_eager": {"enforce_eager": True},
     "max_cudagraph_capture_size": {"max_cudagraph_capture_size": 64},
     "disable_log_stats": {"disable_log_stats": True},

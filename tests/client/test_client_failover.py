@@ -279,6 +279,13 @@ def test_attempts_are_bounded() -> None:
     assert caught.value.partial is not None and caught.value.partial.token_ids == [0, 1, 2]
 
 
+def test_an_interruption_is_counted_once_however_many_attempts_it_takes_to_go_on() -> None:
+    lost = [(0, LOST), (1, LOST), (0, LOST), (0, LOST), (1, LOST)]
+    stream = Stream(request(), FAST, Cluster([[7, 8, 9]], lost))
+    assert "".join(chunk.choices[0].text for chunk in stream) == "<7><8><9>"
+    assert stream.resumptions == 2
+
+
 def test_refusals_are_bounded_until_output_has_come() -> None:
     policy = RetryPolicy(max_attempts=9, resume_attempts=5, initial_delay=0.0, max_refusals=2)
     full = UnavailableError("the queue is full")

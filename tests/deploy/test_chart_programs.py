@@ -39,11 +39,9 @@ each_case = pytest.mark.parametrize("case", CASES)
 @each_case
 def test_the_gateway_accepts_its_command_line(case: str) -> None:
     """As `inflight-gateway` reads it, values included."""
-    app = typer.Typer()
-    app.command()(gateway)
     name, *arguments = containers(server(manifests(case)))["gateway"]["args"]
     assert name in SCRIPTS
-    given = typer.main.get_command(app).make_context(name, list(arguments)).params
+    given = typer.main.get_command(_bare()).make_context(name, list(arguments)).params
     first, *others = given["triton"]
     assert first == "127.0.0.1:8001" and given["port"] == ports(server(manifests(case)))["openai"]
     assert given["model"] == [values_of(case).get("model", {}).get("name", "demo")]
@@ -54,6 +52,36 @@ def test_the_gateway_accepts_its_command_line(case: str) -> None:
         assert selects(service["spec"]["selector"], pod_labels(server(manifests(case))))
         assert int(port) == service["spec"]["ports"][0]["port"]
     assert bool(others) == (case != "hub")
+
+
+def test_the_gateways_limits_are_values() -> None:
+    def options(case: str) -> dict[str, Any]:
+        name, *arguments = containers(server(manifests(case)))["gateway"]["args"]
+        return typer.main.get_command(_bare()).make_context(name, list(arguments)).params
+
+    given, bare = options("everything"), typer.main.get_command(_bare()).make_context("gateway", []).params
+    assert given["strict"] is True and given["allowed_hosts"] == ["llm.example", "*.svc.cluster.local"]
+    assert (given["max_connections"], given["max_bodies_bytes"]) == (100_000, 268_435_456)
+    assert (given["header_timeout"], given["reconnect_timeout"]) == (7.5, 0)
+    limits = ("max_connections", "max_bodies_bytes", "header_timeout", "reconnect_timeout", "strict", "allowed_hosts")
+    default = options("defaults")
+    assert [default[name] for name in limits] == [bare[name] for name in limits], (
+        "the chart's defaults are the program's"
+    )
+
+
+def test_a_stub_that_hangs_has_its_time() -> None:
+    def patience(case: str) -> int:
+        probe = containers(server(manifests(case)))["triton"]["livenessProbe"]
+        return probe["periodSeconds"] * probe["failureThreshold"]
+
+    assert (patience("defaults"), patience("everything")) == (60, 100)
+
+
+def _bare() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(gateway)
+    return app
 
 
 @each_case

@@ -18,6 +18,7 @@ LOG_CHARACTERS = 6000  # of each server that a failure shows
 # about as long as the other.
 GROUPS = {
     "e2e-demo": (
+        "anthropic",
         "copied_backend",
         "demo",
         "failover",

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -31,7 +33,10 @@ LONG: dict[str, Any] = {"model": "demo", "prompt": PROMPT, "max_tokens": 1500, "
 def url(server: TritonServer) -> Iterator[str]:
     """A gateway's `base_url`."""
     (port,) = pick_ports(1)
-    gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
+    options = GatewayOptions(
+        fim_template="<|im_start|>{prefix}<|im_end|>{suffix}<|im_end|>", enable_tokenizer_info_endpoint=True
+    )
+    gateway = GatewayProcess(options, ServerOptions(port=port, exit_timeout=2))
     gateway.start(server.grpc_address)
     yield gateway.url
     gateway.stop()
@@ -204,3 +209,56 @@ async def test_the_engines_death_goes_unnoticed(client: AsyncOpenAI, server: Tri
     assert await reading == expected
     assert stats(direct)["engine_deaths"] == deaths + 1
     assert not psutil.pid_exists(engine.pid) or engine.status() == psutil.STATUS_ZOMBIE
+
+
+# -- other APIs ------------------------------------------------------------------------------------------
+
+
+async def lines_of(url: str, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), timeout=60) as http:
+        response = await http.post(path, json={"model": "demo", **body})
+        assert response.status_code == 200, response.text
+        return [json.loads(line) for line in response.text.splitlines()]
+
+
+async def test_ollamas_api_gives_the_models_text(url: str, direct: Client) -> None:
+    limit: dict[str, Any] = {"num_predict": 24, "temperature": 0}
+    expected = direct.generate(PROMPT, max_tokens=24, temperature=0)
+    lines = await lines_of(url, "/api/generate", {"prompt": PROMPT, "raw": True, "options": limit})
+    assert "".join(line["response"] for line in lines) == expected.text
+    final = lines[-1]
+    assert (final["done"], final["done_reason"], final["eval_count"]) == (
+        *(True, expected.finish_reason, expected.usage.output_tokens),
+    )
+    assert final["prompt_eval_count"] == expected.usage.input_tokens
+    assert 0 < final["prompt_eval_duration"] < final["total_duration"] and final["eval_duration"] > 0
+    chat = [{"role": "user", "content": PROMPT}]
+    (whole,) = await lines_of(url, "/api/chat", {"messages": chat, "options": limit, "stream": False})
+    assert whole["message"]["content"] == direct.generate(messages=chat, max_tokens=24, temperature=0).text
+    assert whole["eval_duration"] > 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_gap_is_filled_with_the_operators_template(client: AsyncOpenAI, direct: Client, stream: bool) -> None:
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 0, "logprobs": 1, "n": 2}
+    expected = direct.generate(f"<|im_start|>{PROMPT}<|im_end|> x<|im_end|>", **options)
+    made = await client.completions.create(model="demo", prompt=PROMPT, suffix=" x", stream=stream, **options)
+    choices = [choice async for chunk in made for choice in chunk.choices] if stream else made.choices
+    for index in range(2):
+        mine = [choice for choice in choices if choice.index == index]
+        assert "".join(choice.text for choice in mine) == expected.choices[index].text
+        assert len([token for choice in mine if choice.logprobs for token in choice.logprobs.tokens]) == (
+            expected.choices[index].num_tokens
+        )
+
+
+async def test_a_page_whose_name_points_here_is_refused(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url) as http:
+        assert (await http.get("/models", headers={"Host": "evil.example"})).status_code == 403
+        assert (await http.get("/models", headers={"Host": "localhost:1"})).status_code == 200
+
+
+async def test_the_tokenizer_is_shown_without_paths(url: str) -> None:
+    async with httpx.AsyncClient(base_url=url.removesuffix("/v1")) as http:
+        shown = (await http.get("/tokenizer_info")).json()
+    assert "im_start" in shown["chat_template"] and not re.search(r'": "/', json.dumps(shown))

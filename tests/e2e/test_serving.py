@@ -20,19 +20,25 @@ from wire import GrpcStream, Responses, gauges, post, server_sent_events, wait_f
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight_client import Client, InvalidRequestError
 from inflight_tools.launcher import TritonServer
+
+GAP_MARKS = ["<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<file_sep>"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> str:
-    """A tiny random llama with a tokenizer of single characters (id = code point, capped)."""
+    """A tiny random llama with a tokenizer of single characters (id = code point, capped) and marks of gaps."""
+    from tokenizers import AddedToken
     from tokenizers import Tokenizer as Fast
     from tokenizers.decoders import Fuse
     from tokenizers.models import BPE
     from tokenizers.pre_tokenizers import Split
 
     path = make_checkpoint("llama", tmp_path_factory.mktemp("serving"))
-    fast = Fast(BPE({chr(i + 33): i for i in range(VOCAB)}, [], unk_token="!"))
+    entries = [chr(i + 33) for i in range(VOCAB - len(GAP_MARKS))] + GAP_MARKS
+    fast = Fast(BPE({entry: i for i, entry in enumerate(entries)}, [], unk_token="!"))
+    fast.add_tokens([AddedToken(mark, normalized=False) for mark in GAP_MARKS])
     fast.pre_tokenizer = Split("", "isolated")
     fast.decoder = Fuse()
     fast.save(f"{path}/tokenizer.json")
@@ -43,7 +49,10 @@ def checkpoint(tmp_path_factory) -> str:
 def entries(checkpoint: str) -> dict[str, dict[str, object]]:
     """Options of the module's models."""
     options = {"model": checkpoint, "max_num_seqs": 64, "max_num_batched_tokens": 96}
-    return {"tiny": options, "narrow": {**options, "max_num_seqs": 1, "max_queue_size": 2}}
+    return {
+        "tiny": {**options, "trust_request_chat_template": True},
+        "narrow": {**options, "max_num_seqs": 1, "max_queue_size": 2},
+    }
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +145,29 @@ def long_request(stream: GrpcStream, request_id: str, max_tokens: int = 240, **i
         request_id, input_ids=[1, 2, 3], stream=True, return_token_ids=True,
         sampling_parameters={"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}, **inputs,
     )  # fmt: skip
+
+
+def test_the_tokenizer_tells_how_gaps_are_filled(serving):
+    with Client(serving.grpc_address, model="tiny") as client:
+        told = client.model_info()
+        assert told["fim_template"] == "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>"
+        prompt = told["fim_template"].format(prefix="ab", suffix="c")
+        a, b, c = (ord(character) - 33 for character in "abc")
+        prefix, suffix, middle, end = range(VOCAB - len(GAP_MARKS), VOCAB)
+        assert client.tokenize(prompt)["tokens"] == [prefix, a, b, suffix, c, middle]
+        only_end = {"allowed_token_ids": [end], "stop_token_ids": told["fim_stop_token_ids"], "max_tokens": 5}
+        answer = client.generate(prompt, **only_end)
+        assert (answer.text, answer.finish_reason, answer.usage.output_tokens) == ("", "stop", 1)
+
+
+def test_a_request_brings_its_chat_template_only_if_the_model_takes_it(serving):
+    chat = {"messages": [{"role": "user", "content": "b"}], "chat_template": "a{{ messages[0].content }}"}
+    with Client(serving.grpc_address) as client:
+        assert client.tokenize(**chat, model="tiny")["tokens"] == [ord(character) - 33 for character in "ab"]
+        assert client.generate(**chat, model="tiny", max_tokens=2).usage.input_tokens == 2
+        for ask in (client.tokenize, client.generate):
+            with pytest.raises(InvalidRequestError, match="no chat template"):
+                ask(**chat, model="narrow")
 
 
 def test_beyond_max_queue_size_requests_are_refused_at_once(serving):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 
 import openai
 import pytest
@@ -22,6 +23,7 @@ from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.responses_input import ResponsesBody
+from inflight_gateway.server import with_default_hosts
 from inflight_gateway.upstream import _RESUMES, ServedModel, Upstream
 from inflight_tools.ports import pick_ports
 
@@ -40,9 +42,9 @@ async def test_a_key_is_asked_for(start):
         assert response.headers["www-authenticate"] == "Bearer"
     for key in KEYS:
         assert (await front.http.get("/v1/models", headers={"Authorization": f"bearer  {key}"})).status_code == 200
-    for path in ("/health", "/ready", "/version"):
+    for path in ("/health", "/health/ready", "/ping", "/ready", "/version"):
         assert (await front.http.get(path)).status_code == 200
-    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/nowhere", "/health/", "//health"):
+    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/nowhere", "/health/", f"{front.url}//health"):
         assert (await front.http.get(path)).status_code == 401
     hostile = [b"Bearer \xff\xfe", b"Bearer", b"", b"Bearer first-key second-key"]
     for value in hostile:
@@ -361,3 +363,48 @@ async def test_the_pages_describe_every_endpoint(start):
     assert {"prompt", "top_k", "stream_options"} <= properties.keys()
     page = (await front.http.get("/docs")).text
     assert all(path in page for path in document["paths"])
+
+
+# -- hosts ---------------------------------------------------------------------------------------------
+
+
+async def test_names_that_are_not_this_servers_are_refused(start):
+    front = await start(ok, allowed_hosts=("llm.example", "*.llm.example"), cors_origins=("*",))
+    local = ("localhost", "LOCALHOST:9000", "a.localhost", "127.0.0.1:9000", "10.0.0.7", "[::1]:9000", "[fe80::1]")
+    for host in (*local, socket.gethostname(), "me.local", "host.docker.internal:9", "llm.example.", "a.b.LLM.example"):
+        assert (await front.http.get("/v1/models", headers={"Host": host})).status_code == 200, host
+    for host in (
+        "evil.example",
+        "llm.example.evil.example",
+        "xllm.example",
+        "localhost.evil.example",
+        "127.0.0.1.nip.io",
+    ):
+        for path in ("/v1/models", "/health", "/nowhere"):
+            refused = await front.http.get(path, headers={"Host": host, "Origin": "https://a"})
+            assert refused.status_code == 403 and refused.json()["error"]["code"] == "host_not_allowed"
+            assert refused.headers["access-control-allow-origin"] == "*", "so that a page can read why"
+    told = await front.http.get("/api/tags", headers={"Host": "evil.example"})
+    assert "--allowed-hosts" in told.json()["error"]
+
+
+async def test_any_name_is_allowed_unless_the_operator_says_so(start):
+    for options in ({}, {"allowed_hosts": ("*",)}):
+        front = await start(ok, **options)
+        assert (await front.http.get("/v1/models", headers={"Host": "evil.example"})).status_code == 200
+
+
+def test_a_gateway_of_this_machine_without_keys_has_local_names_only():
+    for host, options, expected in (
+        ("127.0.0.1", {}, ("localhost",)),
+        ("::1", {}, ("localhost",)),
+        ("localhost", {}, ("localhost",)),
+        ("0.0.0.0", {}, ()),
+        ("10.0.0.7", {}, ()),
+        ("127.0.0.1", {"api_keys": KEYS}, ()),
+        ("127.0.0.1", {"allowed_hosts": ("*",)}, ("*",)),
+    ):
+        assert with_default_hosts(GatewayOptions(**options), host).allowed_hosts == expected
+    for wrong in ("", "a:80", "http://a", "a.*", "a b"):
+        with pytest.raises(ValueError, match="allowed_hosts"):
+            GatewayOptions(allowed_hosts=(wrong,))

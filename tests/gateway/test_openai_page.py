@@ -14,6 +14,8 @@ from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.completions import CompletionBody
 from inflight_gateway.default_tools import _INSTRUCTIONS
 from inflight_gateway.metrics import Metrics
+from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaOptions
+from inflight_gateway.ollama_models import _MANAGED, API_VERSION
 from inflight_gateway.reasoning_formats import FORMATS as REASONING
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.tool_parsers import _VLLM, FORMATS
@@ -84,6 +86,17 @@ def test_nothing_is_called_refused_that_is_not() -> None:
     refused, _, ignored = text.partition("**Ignored**")
     assert quoted(refused.partition("Parts of messages")[0]) <= {*CompletionBody.UNSUPPORTED, *ChatBody.UNSUPPORTED}
     assert quoted(ignored.partition("\n\n")[0]) <= ChatBody.IGNORED | CompletionBody.IGNORED
+
+
+def test_the_page_on_ollamas_api_lists_paths_and_options() -> None:
+    page = (ROOT / "docs" / "ollama.md").read_text(encoding="utf-8")
+    listed = quoted(page.partition("## Endpoints")[2].partition("## Options")[0])
+    assert {f"{one.method} {one.path}" for one in _ENDPOINTS if one.path.startswith("/api/")} <= listed
+    assert {f"/api/{name}" for name in _MANAGED} <= listed and API_VERSION in page
+    options, _, keys = page.partition("## Options")[2].partition("| key |")
+    assert set(OllamaOptions.__struct_fields__) <= quoted(options)
+    own = {*OllamaChatBody.__struct_fields__, *OllamaGenerateBody.__struct_fields__, *OllamaGenerateBody.UNSUPPORTED}
+    assert own - {"model", "stream", "options", "messages", "prompt", "raw", "suffix", "system"} <= quoted(keys)
 
 
 def test_the_default_form_of_tools_is_quoted() -> None:

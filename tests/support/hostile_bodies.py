@@ -102,7 +102,24 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "store": st.booleans(),
     "return_tokens_as_token_ids": st.booleans(),
     "truncation": st.sampled_from(["auto", "disabled"]),
-    "model": st.sampled_from(["demo", "gpt-4", "", "../demo"]),
+    "suffix": st.text(max_size=5),
+    "format": st.sampled_from(["", "json", "xml", _SCHEMA, {"type": "nothing"}]),
+    "options": st.fixed_dictionaries(
+        {"num_predict": st.integers(1, 2)},
+        optional={
+            "temperature": st.floats(-1, 3) | _JUNK,
+            "seed": st.integers(-2, 2**64),
+            "stop": st.text(max_size=3) | _JUNK,
+            "mirostat": st.integers(0, 1),
+            "repeat_penalty": st.floats(-1, 2),
+            "num_ctx": _JUNK,
+            "num_gpu": _JUNK,
+        },
+    ),
+    "raw": st.booleans(),
+    "system": st.text(max_size=5),
+    "images": st.lists(_JUNK, max_size=1),
+    "model": st.sampled_from(["demo", "demo:latest", "gpt-4", "", "../demo"]),
 }
 
 
@@ -111,6 +128,10 @@ _LIMITS = ("max_tokens", "max_output_tokens")
 _HI = [{"role": "user", "content": "Hi"}]
 _OWN: dict[str, dict[str, Any]] = {
     "/chat/completions": {"messages": _HI, "max_tokens": 2},
+    "/invocations": {"messages": _HI, "max_tokens": 2},
+    "/api/chat": {"model": "demo", "messages": _HI, "options": {"num_predict": 2}},
+    "/api/generate": {"model": "demo", "prompt": "Return", "options": {"num_predict": 2}},
+    "/api/show": {"model": "demo"},
     "/responses": {"input": "Hi", "max_output_tokens": 2},
     "/completions": {"prompt": "Return", "max_tokens": 2},
     "/detokenize": {"tokens": [5, 6]},
@@ -143,7 +164,14 @@ def check_answer(response: httpx.Response) -> None:
     """Fail unless it is a complete answer, or an error in OpenAI's format that is not the server's fault."""
     if response.status_code != 200:
         assert response.status_code in _REFUSED, (response.status_code, response.text)
-        _check_error(response.json())
+        if response.request.url.path.startswith("/api/"):
+            (message,) = response.json().values()
+            assert set(response.json()) == {"error"} and isinstance(message, str) and message
+        else:
+            _check_error(response.json())
+    elif response.headers["content-type"].startswith("application/x-ndjson"):
+        lines = [json.loads(line) for line in response.text.splitlines()]
+        assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True], lines
     elif response.headers["content-type"].startswith("text/event-stream"):
         events = [event for event in response.text.split("\n\n") if event]
         values = [event.rpartition("data: ")[2] for event in events if not event.startswith(":")]

@@ -136,6 +136,9 @@ class ScriptedClient:
         found = {"count": len(kept), "max_model_len": 2048, "tokens": list(map(ord, kept))}
         return found | ({} if limit is None else {"prompt": kept})
 
+    async def tokenizer_info(self, model: str) -> dict[str, Any]:
+        return {"tokenizer_class": "Toy", "bos_token": "<s>", "chat_template": "{{ messages }}"}
+
     async def detokenize(self, token_ids: Sequence[int], *, model: str) -> str:
         if any(token_id > 0x10FFFF for token_id in token_ids):
             raise InvalidRequestError("input_ids: 2000000 is not in the vocabulary")

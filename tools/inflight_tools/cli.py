@@ -18,7 +18,17 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
-from inflight_tools.gateway import AllowedOrigin, ApiKey, ApiKeyFile, Strict, gateway, gateway_options, read_keys
+from inflight_tools.gateway import (
+    AllowedHosts,
+    AllowedOrigin,
+    ApiKey,
+    ApiKeyFile,
+    Strict,
+    TrustRequestChatTemplate,
+    gateway,
+    gateway_options,
+    read_keys,
+)
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
@@ -126,7 +136,9 @@ def serve(
     api_key: ApiKey = None,
     api_key_file: ApiKeyFile = None,
     allowed_origin: AllowedOrigin = None,
+    allowed_hosts: AllowedHosts = None,
     strict: Strict = False,
+    trust_request_chat_template: TrustRequestChatTemplate = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
@@ -138,7 +150,7 @@ def serve(
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the server cannot start, 2 wrong usage, 3 the server was ready
     and died.
     """
-    options = {
+    options: dict[str, Any] = {
         "max_num_seqs": max_num_seqs,
         "max_num_batched_tokens": max_num_batched_tokens,
         "max_model_len": max_model_len,
@@ -157,6 +169,8 @@ def serve(
                 fail("give a model, or --model-repository for an existing repository", status=2)
             if load_model:
                 fail("--load-model requires --model-repository", status=2)
+            if trust_request_chat_template:
+                options["trust_request_chat_template"] = True
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
@@ -188,7 +202,9 @@ def serve(
                     tool_call_parser=tool_call_parser,
                     reasoning_parser=reasoning_parser,
                     cors_origins=tuple(allowed_origin or ()),
+                    allowed_hosts=tuple(allowed_hosts or ()),
                     strict=strict,
+                    trust_request_chat_template=trust_request_chat_template,
                 )
         run_in_foreground(server, timeout, beside, stub_timeout or None)
 

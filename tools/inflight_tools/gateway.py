@@ -15,7 +15,17 @@ from inflight_tools.terminal import fail, one_line_errors, stop_signals
 if TYPE_CHECKING:
     from inflight_gateway.options import GatewayOptions
 
-__all__ = ["AllowedOrigin", "ApiKey", "ApiKeyFile", "Strict", "gateway", "gateway_options", "read_keys"]
+__all__ = [
+    "AllowedHosts",
+    "AllowedOrigin",
+    "ApiKey",
+    "ApiKeyFile",
+    "Strict",
+    "TrustRequestChatTemplate",
+    "gateway",
+    "gateway_options",
+    "read_keys",
+]
 
 ApiKey = Annotated[
     list[str] | None,
@@ -28,6 +38,20 @@ ApiKeyFile = Annotated[
 ]
 AllowedOrigin = Annotated[
     list[str] | None, typer.Option(help="Origin whose pages can call from a browser (CORS); repeatable; * for all.")
+]
+AllowedHosts = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Name by which clients can call, beside IP addresses and local names; repeatable; * for any.  By default "
+        "any, or only local names without keys on a loopback address."
+    ),
+]
+TrustRequestChatTemplate = Annotated[
+    bool,
+    typer.Option(
+        "--trust-request-chat-template",
+        help="Take chat templates from requests, which are programs; with `trust_request_chat_template` of the model.",
+    ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
 
@@ -65,6 +89,7 @@ def gateway(
         str, typer.Option(help="Format of reasoning in the model's text; by default told by the chat template.")
     ] = "",
     allowed_origin: AllowedOrigin = None,
+    allowed_hosts: AllowedHosts = None,
     tenant_header: Annotated[
         str, typer.Option(help="HTTP header that names the tenant, before the body's `user`.")
     ] = "",
@@ -80,12 +105,23 @@ def gateway(
         int, typer.Option(min=1, help="Size of all bodies that arrive at the same time, per process.")
     ] = 128 * 1024 * 1024,
     strict: Strict = False,
+    trust_request_chat_template: TrustRequestChatTemplate = False,
     ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for HTTPS, PEM.")] = None,
     ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate chain for HTTPS, PEM.")] = None,
     triton_metrics: Annotated[
         str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
     ] = "",
-    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics.")] = False,
+    open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics and /load.")] = False,
+    enable_tokenizer_info_endpoint: Annotated[
+        bool, typer.Option("--enable-tokenizer-info-endpoint", help="Answer /tokenizer_info, with the chat template.")
+    ] = False,
+    fim_template: Annotated[
+        str,
+        typer.Option(
+            help="Prompt of completions with `suffix`, such as '<PRE>{prefix}<SUF>{suffix}<MID>'; by default told by "
+            "the tokenizer; 'none' refuses them."
+        ),
+    ] = "",
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams can need more.")
@@ -112,6 +148,7 @@ def gateway(
         tool_call_parser=tool_call_parser,
         reasoning_parser=reasoning_parser,
         cors_origins=tuple(allowed_origin or ()),
+        allowed_hosts=tuple(allowed_hosts or ()),
         tenant_header=tenant_header,
         request_timeout=request_timeout or None,
         reconnect_timeout=reconnect_timeout,
@@ -121,8 +158,11 @@ def gateway(
         max_body_bytes=max_body_bytes,
         max_bodies_bytes=max_bodies_bytes,
         strict=strict,
+        trust_request_chat_template=trust_request_chat_template,
         triton_metrics=triton_metrics,
         open_metrics=open_metrics,
+        enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
+        fim_template=fim_template,
     )
     from inflight_gateway.server import ServerOptions, run
 

@@ -129,7 +129,7 @@ def _sent(events: list[dict[str, Any]]) -> bytes:
 
 
 def _usage(usage: dict[str, Any]) -> dict[str, Any]:
-    """The usage in the form of this API, where `input_tokens` are those that the cache did not have."""
+    """The usage in the form of this API, where `input_tokens` leaves out what the cache had."""
     cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
     found = {
         "input_tokens": usage["prompt_tokens"] - cached,

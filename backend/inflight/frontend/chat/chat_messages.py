@@ -7,10 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Chat", "ChatTemplateError", "read_chat"]
+__all__ = ["Chat", "ChatTemplateError", "has_template", "read_chat"]
 
 _ROLES_NOTE = 'a list of objects such as {"role": "user", "content": "..."}'
-_KEYS = ("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+_KEYS = (
+    *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template"),
+)
+_MAX_TEMPLATE = 2**16  # characters; the longest of known checkpoints has a quarter of that
 # Names that chat_template_kwargs must not set: the keys themselves, and arguments that select the template.
 _RESERVED = {*_KEYS, "conversation", "chat_template", "tokenize"}
 
@@ -29,6 +32,7 @@ class Chat:
         add_generation_prompt: end where the assistant's answer begins.
         continued: field of the last message that the answer continues; None: the answer is a new message.
         variables: further variables of the template.
+        template: Jinja source that replaces the model's own template.
     """
 
     messages: list[dict[str, Any]]
@@ -36,6 +40,7 @@ class Chat:
     add_generation_prompt: bool = True
     continued: str | None = None
     variables: dict[str, Any] = field(default_factory=dict)
+    template: str | None = None
 
 
 def read_chat(text: bytes) -> Chat:
@@ -64,7 +69,12 @@ def read_chat(text: bytes) -> Chat:
             "add_generation_prompt and continue_final_message exclude each other: the answer begins a new message, or "
             "goes on with the last one"
         )
-    return Chat(given["messages"], _tools(given), prompts, continued, _variables(given))
+    return Chat(given["messages"], _tools(given), prompts, continued, _variables(given), _template(given))
+
+
+def has_template(text: bytes | str) -> bool:
+    """Whether the JSON of a chat can have a template of its own.  Cheap; a message can say the same."""
+    return (b'"chat_template"' if isinstance(text, bytes) else '"chat_template"') in text  # type: ignore[operator]
 
 
 def _check_messages(value: Any) -> None:
@@ -90,6 +100,17 @@ def _tools(given: Mapping[str, Any]) -> list[dict[str, Any]] | None:
             'tools is not a list of objects: give [{"type": "function", "function": {"name": "...", ...}}]'
         )
     return tools
+
+
+def _template(given: Mapping[str, Any]) -> str | None:
+    template = given.get("chat_template")
+    if template is None:
+        return None
+    if not isinstance(template, str):
+        raise ChatTemplateError(f"chat_template is {_kind(template)}: must be a string with Jinja source")
+    if len(template) > _MAX_TEMPLATE:
+        raise ChatTemplateError(f"chat_template has {len(template)} characters: at most {_MAX_TEMPLATE} are allowed")
+    return template
 
 
 def _variables(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from inflight.frontend.chat.chat_messages import ChatTemplateError
+from inflight.frontend.chat.chat_messages import ChatTemplateError, has_template
 from inflight.frontend.chat.render_client import RenderClient
 from inflight.frontend.text.tokenizer import TokenizerError, read_text
 from inflight.hub import checkpoint_file
@@ -26,6 +26,7 @@ class ChatTemplate:
         required: an unusable template is an error at `check`; else only requests with messages fail.
         seconds: CPU time that rendering can take.
         text_with_tools: Jinja source for chats with tools; None: `text` renders them, too.
+        trusts_requests: chats can bring templates of their own, which another process renders, within the same limits.
 
     Attributes:
         text: source of the template for chats with tools; None without one.
@@ -39,7 +40,9 @@ class ChatTemplate:
         required: bool = True,
         seconds: float = _SECONDS,
         text_with_tools: str | None = None,
+        trusts_requests: bool = False,
     ) -> None:
+        self._for_requests = RenderClient(None, special_tokens or {}, seconds) if trusts_requests else None
         self._problem = problem
         self._required = required
         self.text = text_with_tools or text
@@ -51,12 +54,19 @@ class ChatTemplate:
 
     @classmethod
     def load(
-        cls, source: str, *, revision: str | None = None, override: str | None = None, seconds: float = _SECONDS
+        cls,
+        source: str,
+        *,
+        revision: str | None = None,
+        override: str | None = None,
+        seconds: float = _SECONDS,
+        trusts_requests: bool = False,
     ) -> ChatTemplate:
         """Read `chat_template.jinja`, or the template in `tokenizer_config.json`; `check` it later.
 
         Args:
             override: template text to use instead.
+            seconds, trusts_requests: as in the constructor.
 
         Raises:
             TokenizerError: a file of the checkpoint is damaged.
@@ -73,9 +83,17 @@ class ChatTemplate:
         if text is None:
             text, with_tools = _found(source, settings.get("chat_template"), revision)
         if text is not None and not isinstance(text, str):
-            return cls(None, problem=f"its chat_template is {type(text).__name__}, not a string")
+            problem = f"its chat_template is {type(text).__name__}, not a string"
+            return cls(None, tokens, problem=problem, seconds=seconds, trusts_requests=trusts_requests)
         with_tools = with_tools if isinstance(with_tools, str) else None
-        return cls(text, tokens, required=override is not None, seconds=seconds, text_with_tools=with_tools)
+        return cls(
+            text,
+            tokens,
+            required=override is not None,
+            seconds=seconds,
+            text_with_tools=with_tools,
+            trusts_requests=trusts_requests,
+        )
 
     def check(self) -> None:
         """Wait until the template is compiled.
@@ -92,7 +110,8 @@ class ChatTemplate:
                 raise
             self._problem = str(error)  # plain prompts work without it
             self.text = None
-            self.close()
+            self._process.close()
+            self._process = None
 
     def render(self, chat: str) -> str:
         """Prompt text up to where the assistant's answer begins or continues; special tokens are spelt out.
@@ -103,6 +122,8 @@ class ChatTemplate:
         Raises:
             ChatTemplateError: no template, not such a JSON, or the template rejects it or takes too long.
         """
+        if self._for_requests is not None and has_template(chat) and _brings_template(chat):
+            return self._for_requests.render(chat)
         if self._process is None:
             raise ChatTemplateError(
                 f"no chat template ({self._problem}): send text_input, or set chat_template in model.json"
@@ -110,10 +131,20 @@ class ChatTemplate:
         return self._process.render(chat)
 
     def close(self) -> None:
-        """End the process; safe to repeat."""
-        process, self._process = self._process, None
-        if process is not None:
-            process.close()
+        """End the processes; safe to repeat."""
+        processes = self._process, self._for_requests
+        self._process = self._for_requests = None
+        for process in processes:
+            if process is not None:
+                process.close()
+
+
+def _brings_template(chat: str) -> bool:
+    try:
+        read = json.loads(chat)
+    except (ValueError, RecursionError):
+        return False  # the other process says what is wrong
+    return isinstance(read, dict) and read.get("chat_template") is not None
 
 
 def _found(source: str, setting: Any, revision: str | None) -> tuple[Any, Any]:

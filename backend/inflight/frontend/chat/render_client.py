@@ -32,10 +32,11 @@ _HIDDEN = "INFLIGHT_ADMIN_KEY"
 
 
 class RenderClient:
-    """Starts the process, sends it chats, and starts another one when it is gone.  Threads that share it take turns.
+    """Starts the process (at the first chat, unless `start` was called), sends it chats, and replaces one that is gone.
+     Threads that share it take turns.
 
     Args:
-        text: Jinja source.
+        text: Jinja source; None: each chat brings a template of its own.
         special_tokens: names such as `bos_token` that the template can use.
         seconds: CPU time of a call.
         size: bytes of memory that it can use.
@@ -44,7 +45,7 @@ class RenderClient:
 
     def __init__(
         self,
-        text: str,
+        text: str | None,
         special_tokens: Mapping[str, str],
         seconds: float,
         size: int = 2**30,

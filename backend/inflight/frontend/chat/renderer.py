@@ -65,7 +65,7 @@ class TemplateRenderer:
     """A compiled chat template.
 
     Args:
-        text: Jinja source.
+        text: Jinja source; None: each chat brings a template of its own, which others must not.
         special_tokens: names such as `bos_token` that templates can use.
         text_with_tools: Jinja source for chats with tools; None: `text` renders them.
 
@@ -73,9 +73,9 @@ class TemplateRenderer:
         ChatTemplateError: a text is not valid Jinja.
     """
 
-    def __init__(self, text: str, special_tokens: Mapping[str, str], text_with_tools: str | None = None) -> None:
+    def __init__(self, text: str | None, special_tokens: Mapping[str, str], text_with_tools: str | None = None) -> None:
         self._special_tokens = special_tokens
-        self._template = _compiled(text)
+        self._template = None if text is None else _compiled(text)
         self._template_with_tools = self._template if text_with_tools is None else _compiled(text_with_tools)
 
     def render(self, chat: bytes) -> bytes:
@@ -88,12 +88,17 @@ class TemplateRenderer:
             ChatTemplateError: it is not a chat, or the template rejects it.
         """
         read = read_chat(chat)
+        if self._template is not None and read.template is not None:
+            raise ChatTemplateError(
+                "chat_template: a template is a program, and this model renders none of requests; leave it out, or set "
+                "trust_request_chat_template in model.json if you trust all callers"
+            )
         messages = [_as_templates_read(message) for message in read.messages]
         mark = _Mark(messages[-1], read.continued) if read.continued is not None else None
         try:
             text = self._render(read, messages)
         except Exception as error:  # a template can raise anything
-            if isinstance(error, MemoryError):
+            if isinstance(error, (ChatTemplateError, MemoryError)):
                 raise
             raise ChatTemplateError(f"the chat template rejected the messages: {error}") from None
         if mark is not None:
@@ -105,6 +110,9 @@ class TemplateRenderer:
 
     def _render(self, chat: Chat, messages: list[dict[str, Any]]) -> str:
         template = self._template if chat.tools is None else self._template_with_tools
+        if template is None:
+            assert chat.template is not None, "only chats with a template come here"
+            template = _compiled(chat.template)
         return template.render(
             {
                 "documents": None,

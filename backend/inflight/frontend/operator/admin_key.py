@@ -17,7 +17,7 @@ __all__ = ["ENVIRONMENT", "AdminKey"]
 ENVIRONMENT = "INFLIGHT_ADMIN_KEY"
 
 _CHANGES = ("drain",)  # these need a key; the others change nothing
-_OPEN = ("tokenize", "detokenize", "model")  # these never need a key: a request for text reveals as much
+_OPEN = ("tokenize", "detokenize", "model", "tokenizer")  # these never need a key: a request for text reveals as much
 
 
 class AdminKey:

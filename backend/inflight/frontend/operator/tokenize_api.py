@@ -21,6 +21,7 @@ from inflight.frontend.request.contract import WireRequest, is_foreign, plain_in
 from inflight.frontend.request.limits import LimitError, Limits
 from inflight.frontend.request.prompts import PromptReader
 from inflight.frontend.request.values import field_of, to_bool, to_int
+from inflight.frontend.text.fill_in_middle import fill_in_middle
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
 __all__ = ["TokenizeApi", "facts"]
@@ -30,6 +31,7 @@ _TAKES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tokenize": (("text_input", "messages"), ("add_special_tokens", "return_token_strs", "truncate_prompt_tokens")),
     "detokenize": (("input_ids",), ()),
     "model": ((), ()),
+    "tokenizer": ((), ()),
 }
 _GREETING = json.dumps([{"role": "user", "content": "Hello"}])
 _CONTROL = {"control", "admin_key"}
@@ -38,6 +40,7 @@ _CONTROL = {"control", "admin_key"}
 def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tokenizer: Tokenizer) -> dict[str, Any]:
     """The answer to "model": facts that do not change while it is loaded."""
     tags = reasoning_tags(chat.text or "")
+    fim = fill_in_middle(tokenizer)
     try:
         prompt = chat.render(_GREETING) if tags is not None else ""
     except ChatTemplateError:  # the template needs more than a greeting
@@ -54,6 +57,8 @@ def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tok
         "reasoning_opened": tags is not None and prompt.rstrip().endswith(tags[0]),
         "reasoning_token_ids": None if tags is None else _ids_of(tags, tokenizer),
         "special_tokens": tokenizer.special_tokens(),
+        "fim_template": None if fim is None else fim[0],
+        "fim_stop_token_ids": [] if fim is None else [end for end in fim[1] if end < ready.vocab_size],
     }
 
 
@@ -71,14 +76,23 @@ class TokenizeApi:
 
     Args:
         facts: result of the function `facts`.
+        tokenizer_info: result of the function of that name.
         prompts: renders and tokenises, as for generation.
         limits: of a request.
     """
 
     names = tuple(_TAKES)
 
-    def __init__(self, facts: Mapping[str, Any], tokenizer: Tokenizer, prompts: PromptReader, limits: Limits) -> None:
+    def __init__(
+        self,
+        facts: Mapping[str, Any],
+        tokenizer_info: Mapping[str, Any],
+        tokenizer: Tokenizer,
+        prompts: PromptReader,
+        limits: Limits,
+    ) -> None:
         self._facts = msgspec.json.encode(facts)
+        self._tokenizer_info = msgspec.json.encode(tokenizer_info)
         self._max_model_len: int = facts["max_model_len"]
         self._tokenizer = tokenizer
         self._prompts = prompts
@@ -98,8 +112,10 @@ class TokenizeApi:
                 text = self._tokenized(inputs, wire.parameters)
             elif name == "detokenize":
                 text = self._detokenized(inputs["input_ids"])
-            else:
+            elif name == "model":
                 text = self._facts
+            else:
+                text = self._tokenizer_info
         except (TokenizerError, LimitError) as error:
             raise RequestError("INVALID_ARG", str(error)) from None
         return {"text_output": np.array([text], dtype=np.object_)}

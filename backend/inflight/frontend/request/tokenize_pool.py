@@ -16,6 +16,7 @@ from typing import Protocol
 
 import numpy as np
 
+from inflight.frontend.chat.chat_messages import has_template
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parsed_request import ParsedRequest
@@ -62,7 +63,7 @@ class TokenizePool:
         output_processor: opens the streams, and sends errors.
         log_error: writes one line to the server's log.
         max_waiting_bytes: of text that waits for a thread; requests with long texts beyond it are refused.
-        num_threads: threads for long texts; there is one more for chats.
+        num_threads: threads for long texts; there is one more for chats, and one for chats with templates of their own.
     """
 
     def __init__(
@@ -79,13 +80,14 @@ class TokenizePool:
         self._max_waiting_bytes = max_waiting_bytes
         self._texts: PriorityQueue[_Waiting] = PriorityQueue()
         self._chats: PriorityQueue[_Waiting] = PriorityQueue()
+        self._templates: PriorityQueue[_Waiting] = PriorityQueue()  # slow ones must not hold up other chats
         self._lock = threading.Lock()  # guards the two below
         self._num_waiting_bytes = 0
         self._count = 0
         self._stopping = False
         self._readers = [
             (queue, threading.Thread(target=self._read_loop, args=(queue,), name=f"tokenize-{k}", daemon=True))
-            for k, queue in enumerate([self._texts] * num_threads + [self._chats])
+            for k, queue in enumerate([self._texts] * num_threads + [self._chats, self._templates])
         ]
 
     def start(self) -> None:
@@ -123,8 +125,14 @@ class TokenizePool:
             self._num_waiting_bytes += num_bytes
             self._count += 1
             rank = wire.received + num_bytes * _SECONDS_PER_BYTE
-            queue = self._chats if is_chat else self._texts
+            queue = self._queue_of(wire)
             queue.put(_Waiting(rank, self._count, num_bytes, wire, responder, answer))
+
+    def _queue_of(self, wire: WireRequest) -> PriorityQueue[_Waiting]:
+        if "messages" not in wire.inputs:
+            return self._texts
+        chat = wire.inputs["messages"].reshape(-1)[:1].tolist()
+        return self._templates if chat and isinstance(chat[0], bytes) and has_template(chat[0]) else self._chats
 
     @contextmanager
     def errors_to(self, responder: Responder) -> Iterator[None]:

@@ -251,6 +251,13 @@ class Tokenizer:
         """Token id of each added token that is special."""
         return self._backend.special_tokens()
 
+    def token_id(self, entry: str) -> int | None:
+        """The token whose vocabulary entry is `entry`, if a text with it has that token; None if there is none."""
+        if self.is_absent:
+            return None
+        ids = self._backend.encode(entry, False)
+        return int(ids[0]) if len(ids) == 1 and self._backend.entry(ids[0]) == entry else None
+
     def token_text(self, token_id: int) -> str:
         """Text of one token inside a sentence; special tokens are spelt out."""
         return self._backend.decode([*self._anchor, token_id], False)[len(self._anchor_text) :]

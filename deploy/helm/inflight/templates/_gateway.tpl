@@ -24,6 +24,16 @@
     {{- if or .Values.endpointPicker.enabled .Values.gateway.openMetrics }}
     - --open-metrics
     {{- end }}
+    - --max-connections={{ int64 .Values.gateway.maxConnections }}
+    - --max-bodies-bytes={{ int64 .Values.gateway.maxBodiesBytes }}
+    - --header-timeout={{ .Values.gateway.headerTimeout }}
+    - --reconnect-timeout={{ .Values.gateway.reconnectTimeout }}
+    {{- if .Values.gateway.strict }}
+    - --strict
+    {{- end }}
+    {{- range .Values.gateway.allowedHosts }}
+    - --allowed-hosts={{ . }}
+    {{- end }}
     {{- range .Values.gateway.extraArgs }}
     - {{ . | quote }}
     {{- end }}

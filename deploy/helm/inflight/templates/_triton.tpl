@@ -65,7 +65,7 @@
     exec: {command: [inflight-alive, {{ $model.name | quote }}]}
     periodSeconds: 20
     timeoutSeconds: 12
-    failureThreshold: 3
+    failureThreshold: {{ max 1 (div (int .Values.probes.stubSeconds) 20) }}
   lifecycle:
     preStop:
       exec: {command: [sh, -c, "sleep {{ .Values.drain.endpointSeconds }}; exec inflight-drain {{ include "inflight.exitSeconds" . }}"]}

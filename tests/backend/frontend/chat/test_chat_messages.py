@@ -164,7 +164,7 @@ def test_the_defaults() -> None:
         ({"messages": [ASK], "chat_template_kwargs": {"messages": []}}, "may not set 'messages': send it beside"),
         (
             {"messages": [ASK], "chat_template_kwargs": {"chat_template": "x"}},
-            "may not set 'chat_template': the template",
+            "may not set 'chat_template': send it beside",
         ),
     ],
 )

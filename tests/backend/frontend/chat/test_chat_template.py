@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,87 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, content: bytes, says
 def test_templates_are_sandboxed() -> None:
     with pytest.raises(ChatTemplateError, match="rejected"):
         ChatTemplate("{{ ''.__class__.__mro__[1].__subclasses__() }}").render(JSON)
+
+
+# -- templates that requests bring ---------------------------------------------------------------------
+
+
+def with_template(template: object, **more: object) -> str:
+    return json.dumps({"messages": MESSAGES, "chat_template": template, **more})
+
+
+@pytest.fixture(scope="module")
+def trusting() -> Iterator[ChatTemplate]:
+    """A checkpoint's template, and requests may bring others."""
+    chat = ChatTemplate("model {{ bos_token }}", {"bos_token": "<s>"}, seconds=0.5, trusts_requests=True)
+    yield chat
+    chat.close()
+
+
+def test_a_template_of_a_request_is_refused_unless_requests_are_trusted() -> None:
+    chat = ChatTemplate("model")
+    for text in (with_template("mine"), with_template("mine").replace("chat_template", "chat\\u005ftemplate")):
+        with pytest.raises(ChatTemplateError, match="set trust_request_chat_template in model"):
+            chat.render(text)
+    assert chat.render(with_template(None)) == "model"
+    with pytest.raises(ChatTemplateError, match="chat_template_kwargs may not set 'chat_template'"):
+        chat.render(json.dumps({"messages": MESSAGES, "chat_template_kwargs": {"chat_template": "mine"}}))
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        ChatTemplate(None).render(with_template("mine"))
+
+
+def test_a_trusted_request_brings_its_template(trusting: ChatTemplate) -> None:
+    texts = {TEMPLATES[3]: "2", "{{ messages | tojson }}": json.dumps(MESSAGES, ensure_ascii=False)}
+    for template, expected in texts.items():
+        assert trusting.render(with_template(template)) == expected
+    mine = with_template("{{ bos_token }}{{ x }}{{ tools }}", chat_template_kwargs={"x": 5}, tools=[{"a": 1}])
+    assert trusting.render(mine) == "<s>5[{'a': 1}]"
+    continued = json.dumps(
+        {
+            "messages": [{"role": "assistant", "content": "The"}],
+            "continue_final_message": True,
+            "chat_template": "{{ messages[0].content }}<end>",
+        }
+    )
+    assert trusting.render(continued) == "The"
+    for own in (JSON, json.dumps([{"role": "user", "content": "chat_template"}]), with_template(None)):
+        assert trusting.render(own) == "model <s>"
+    bare = ChatTemplate(None, trusts_requests=True)
+    assert bare.render(with_template("{{ messages | length }}")) == "2", "the checkpoint has none"
+    with pytest.raises(ChatTemplateError, match="the checkpoint has none"):
+        bare.render(JSON)
+    bare.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% if %}", "not valid Jinja"),
+        ("{{ raise_exception('no') }}", "rejected the messages: no"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "rejected the messages"),
+        ("{{ messages.append(1) }}", "rejected the messages"),
+        ("{% include '/etc/passwd' %}", "rejected the messages"),
+        ("{{ self.__init__.__globals__ }}", "rejected the messages"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "took more than 0.5 s"),
+        ("{{ 9 ** (9 ** 9) }}", "took more than 0.5 s"),
+        ("{{ 'a' * 10 ** 10 }}", "memory"),
+        ("{% if 1 %}" * 3000 + "{% endif %}" * 3000, "chat template"),
+        ("a" * (2**16 + 1), "has 65537 characters"),
+        (5, "is a int"),
+        (["a"], "is a list"),
+    ],
+)
+def test_a_hostile_template_fails_alone(trusting: ChatTemplate, template: object, says: str) -> None:
+    with pytest.raises(ChatTemplateError, match=says):
+        trusting.render(with_template(template))
+    assert trusting.render(JSON) == "model <s>" and trusting.render(with_template("mine")) == "mine"
+
+
+def test_closing_ends_the_process_for_templates_of_requests() -> None:
+    chat = ChatTemplate("model", trusts_requests=True)
+    chat.render(with_template("mine"))
+    process = chat._for_requests
+    assert process is not None and process._popen is not None
+    popen = process._popen
+    chat.close()
+    assert popen.wait(20) is not None

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import tokenizers
@@ -27,7 +28,8 @@ from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.request.tokenize_pool import DIRECT_BYTES, TokenizePool
-from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
+from inflight.frontend.text.tokenizer_info import tokenizer_info
 
 TOKENIZER = demo_tokenizer()
 MAX_LEN = 64
@@ -36,7 +38,8 @@ READY = EngineReady(MAX_LEN, 2560, [0], 8, 16, "float32", "cpu", "cpu", 0.1)
 
 def make(chat: ChatTemplate, tokenizer: Tokenizer = TOKENIZER, max_model_len: int = MAX_LEN) -> TokenizeApi:
     parser = RequestParser(EngineConfig(model="m"), tokenizer, chat, max_model_len, 2560)
-    return TokenizeApi(facts("c0ffee", READY, chat, tokenizer), tokenizer, parser.prompts, parser.limits)
+    told, settings = facts("c0ffee", READY, chat, tokenizer), tokenizer_info(str(CHECKPOINT), None, chat.text)
+    return TokenizeApi(told, settings, tokenizer, parser.prompts, parser.limits)
 
 
 QUESTIONS = make(ChatTemplate.load(str(CHECKPOINT)))
@@ -184,6 +187,8 @@ def test_the_facts() -> None:
         "reasoning_opened": False,
         "reasoning_token_ids": None,
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+        "fim_template": None,
+        "fim_stop_token_ids": [],
     }
     told = ask("model", of=make(ChatTemplate(HERMES)))
     assert (told["tool_format"], told["reasoning_tags"]) == ("hermes", ["<think>", "</think>"])
@@ -200,6 +205,93 @@ def test_tags_that_are_tokens(tmp_path: Path) -> None:
     vocabulary.save(str(tmp_path / "tokenizer.json"))
     told = ask("model", of=make(ChatTemplate(HERMES), Tokenizer.load(str(tmp_path), required=True)))
     assert told["reasoning_token_ids"] == [vocabulary.token_to_id("<think>"), vocabulary.token_to_id("</think>")]
+
+
+def with_tokens(folder: Path, *marks: str, special: bool = False) -> Tokenizer:
+    """The demo's tokenizer with further tokens."""
+    vocabulary = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    vocabulary.add_tokens([tokenizers.AddedToken(mark, normalized=False, special=special) for mark in marks])
+    vocabulary.save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(str(folder), required=True)
+
+
+@pytest.mark.parametrize(
+    ("marks", "template", "ends"),
+    [
+        (
+            ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"),
+            "<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>",
+            {"<|endoftext|>", "<|im_end|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>"},
+        ),
+        (
+            ("<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<file_sep>"),
+            "<fim_prefix>{prefix}<fim_suffix>{suffix}<fim_middle>",
+            {"<|endoftext|>", "<file_sep>", "<fim_prefix>", "<fim_middle>", "<fim_suffix>"},
+        ),
+        (
+            ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>", "<｜end▁of▁sentence｜>"),
+            "<｜fim▁begin｜>{prefix}<｜fim▁hole｜>{suffix}<｜fim▁end｜>",
+            {"<｜end▁of▁sentence｜>"},
+        ),
+        (
+            ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>"),
+            "▁<PRE>{prefix}▁<SUF>{suffix}▁<MID>",
+            {"▁<EOT>"},
+        ),
+        (("[PREFIX]", "[SUFFIX]", "</s>"), "[SUFFIX]{suffix}[PREFIX]{prefix}", {"</s>"}),
+        (("<fim_prefix>", "<fim_suffix>"), None, set()),
+    ],
+)
+@pytest.mark.parametrize("special", [False, True])
+def test_the_vocabulary_tells_how_gaps_are_filled(
+    tmp_path: Path, marks: tuple[str, ...], template: str | None, ends: set[str], special: bool
+) -> None:
+    tokenizer = with_tokens(tmp_path, *marks, special=special)
+    told = facts(None, msgspec.structs.replace(READY, vocab_size=9999), ChatTemplate(None), tokenizer)
+    assert told["fim_template"] == template
+    assert {tokenizer.vocabulary_entry(end) for end in told["fim_stop_token_ids"]} == ends
+    told = facts(None, msgspec.structs.replace(READY, vocab_size=3), ChatTemplate(None), tokenizer)
+    assert all(end < 3 for end in told["fim_stop_token_ids"]), "the model has no others"
+
+
+def test_the_tokenizers_settings_have_no_paths(tmp_path: Path) -> None:
+    settings = {
+        "tokenizer_class": "LlamaTokenizer",
+        "name_or_path": "/home/operator/secret",
+        "tokenizer_file": "/home/operator/tokenizer.json",
+        "special_tokens_map_file": "/x",
+        "bos_token": {"content": "<s>", "__type": "AddedToken"},
+        "additional_special_tokens": ["<a>"],
+        "added_tokens_decoder": {"0": {"content": "<s>", "special": True}},
+        "model_max_length": 1e30,
+        "add_bos_token": True,
+        "chat_template": "the checkpoint's",
+        "auto_map": {"AutoTokenizer": ["x.py"]},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    told = tokenizer_info(str(tmp_path), None, "the operator's")
+    assert told == {
+        name: settings[name]
+        for name in (
+            "tokenizer_class",
+            "bos_token",
+            "additional_special_tokens",
+            "added_tokens_decoder",
+            "model_max_length",
+            "add_bos_token",
+        )
+    } | {"chat_template": "the operator's"}
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    assert tokenizer_info(str(tmp_path), None, None) == {"tokenizer_class": None, "chat_template": None}
+    (tmp_path / "tokenizer_config.json").write_text("{")
+    with pytest.raises(TokenizerError, match="not valid JSON"):
+        tokenizer_info(str(tmp_path), None, None)
+
+
+def test_the_tokenizers_settings_are_told() -> None:
+    told = ask("tokenizer")
+    assert "im_start" in told["chat_template"] and set(told) >= {"tokenizer_class", "chat_template"}
+    assert "takes nothing else" in refused("tokenizer", {"x": 1})
 
 
 @pytest.mark.parametrize(
@@ -224,7 +316,7 @@ def test_the_names_are_known_to_control() -> None:
     unused: Any = SimpleNamespace(ask=Future)
     control = Control(unused.ask, unused, unused, text_questions=TokenizeApi.names)
     assert control.answer(wire("tokenize", text_input="a")) is None
-    with pytest.raises(RequestError, match='or "drain" or "tokenize" or "detokenize" or "model"'):
+    with pytest.raises(RequestError, match='or "drain" or "tokenize" or "detokenize" or "model" or "tokenizer"'):
         control.answer(wire("tokenise"))
 
 

@@ -62,8 +62,10 @@ class Rig:
             assert self.go.wait(20)
         return wire.request_id  # type: ignore[return-value]
 
-    def take(self, name: str, num_bytes: int, received: float = 0.0, prompt: str = "text_input") -> Client:
-        text = np.array([b"x" * num_bytes], dtype=np.object_)
+    def take(
+        self, name: str, num_bytes: int, received: float = 0.0, prompt: str = "text_input", start: bytes = b""
+    ) -> Client:
+        text = np.array([start + b"x" * num_bytes], dtype=np.object_)
         client = Client(name)
         with self.pool.errors_to(client):
             self.pool.take(WireRequest({prompt: text}, request_id=name, received=received), client)
@@ -71,7 +73,7 @@ class Rig:
 
     def block(self) -> None:
         """Keep all threads that read texts reading."""
-        num_threads = len(self.pool._readers) - 1
+        num_threads = sum(queue is self.pool._texts for queue, _ in self.pool._readers)
         for k in range(num_threads):
             self.take(f"wait {k}", DIRECT_BYTES + 1)
         for _ in range(num_threads):
@@ -111,6 +113,19 @@ def test_only_chats_wait_for_a_chat(rig: Rig) -> None:
     rig.go.set()
     rig.streams.wait(opened=4)
     assert rig.streams.names[2:] == ["wait", "chat"]
+
+
+def test_chats_with_templates_of_their_own_hold_up_only_each_other(rig: Rig) -> None:
+    own = b'{"chat_template": "{% for i in range(9999999) %}'
+    rig.take("wait", 1, prompt="messages", start=own)
+    assert rig.reading.acquire(timeout=20)
+    rig.take("another", 1, prompt="messages", start=own)
+    rig.take("chat", 1, prompt="messages")
+    rig.streams.wait(opened=1)
+    assert rig.streams.names == ["chat"]
+    rig.go.set()
+    rig.streams.wait(opened=3)
+    assert rig.streams.names[1:] == ["wait", "another"]
 
 
 def test_texts_wait_by_when_they_came_and_how_long_they_are() -> None:
