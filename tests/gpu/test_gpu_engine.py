@@ -23,7 +23,7 @@ from inflight.engine.sampling_params import SamplingParams
 SHAPES = sized(
     [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)], [(1, 9), (7, 14), (75, 6), (33, 9)]
 )
-LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=4))
+LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=4, max_num_batched_tokens=50))
 
 
 @pytest.fixture(scope="module")

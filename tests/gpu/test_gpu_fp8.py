@@ -120,9 +120,11 @@ def test_checkpoints_in_fp8_run_as_they_are(scheme: str, tmp_path: Path) -> None
 def test_the_engine_serves_with_weights_and_kv_in_fp8(eager: bool, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, head_dim=64)
     options = dict(quantization="fp8", kv_cache_dtype="fp8", enforce_eager=eager, async_scheduling=True)
-    core = make_core(path, device="cuda", dtype="bfloat16", max_num_batched_tokens=40, max_num_seqs=3, **options)
-    prompts = [[1], [5, 6, 7] * 12, [9] * 20, [3, 1, 4, 1, 5] * 18]
-    count = sized(20, 8)
+    core = make_core(
+        path, device="cuda", dtype="bfloat16", max_num_batched_tokens=sized(40, 30), max_num_seqs=sized(3, 2), **options
+    )
+    prompts = [[1], [5, 6, 7] * 12, *sized([[9] * 20, [3, 1, 4, 1, 5] * 18], [[9] * 9])]
+    count = sized(20, 5)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)] * len(prompts)
     deltas = run(core, prompts, params, stagger=2)
     assert [len(tokens(deltas[index, 0])) for index in range(len(prompts))] == [count] * len(prompts)

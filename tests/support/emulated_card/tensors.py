@@ -429,6 +429,28 @@ def _scaled(card: Card, *args: Any, **kwargs: Any) -> Tensor:
     return made
 
 
+def _histogram(card: Card, self: CudaTensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor:
+    """`torch.histc`, which on a GPU also counts integers."""
+    made, inner = new_tensor(card, (bins,), (1,), self.dtype), self.inner
+    used = [value.memory for value in (self, made) if value.memory is not None]
+    card.launch(lambda: made.inner.copy_(torch.histc(inner.double(), bins, min, max)), used)
+    return made
+
+
+def _grouped_product(card: Card, self: Tensor, mat2: Tensor, offs: Tensor, **options: Any) -> Tensor:
+    """`torch._grouped_mm` of rows [T, K], grouped by `offs`, and matrices [G, K, N]: torch's shape function takes only
+    bfloat16."""
+    assert (self.dim(), mat2.dim()) == (2, 3) and not any(value is not None for value in options.values())
+    _check_devices(aten._grouped_mm.default, [self, mat2, offs])
+    shape = torch.empty(len(self), mat2.shape[2], dtype=self.dtype, device="meta")
+    made = new_tensor(card, shape.size(), shape.stride(), shape.dtype)
+    work = functools.partial(aten._grouped_mm.default, contents(self), contents(mat2), contents(offs))
+    values = (self, mat2, offs, made)
+    used = [value.memory for value in values if isinstance(value, CudaTensor) and value.memory is not None]
+    card.launch(functools.partial(_store, work, [made.inner]), used)
+    return made
+
+
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.copy_.default: _copy,
     aten._to_copy.default: _to_copy,
@@ -436,4 +458,6 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.equal.default: _equal,
     aten.record_stream.default: _nothing,
     aten._scaled_mm.default: _scaled,
+    aten._grouped_mm.default: _grouped_product,
+    aten.histc.default: _histogram,
 }
