@@ -234,8 +234,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. Otherwise
             it is killed and replaced, and its requests continue. A step that takes longer because of its size has ten
             times the usual time.
-        spare_engine: keep a second engine process that has done its imports and only has to load the checkpoint, so
-            the next engine is ready sooner. It takes no CPU time while it waits, but 300 MiB of memory.
+        spare_engine: keep a spare process that has done its imports. Each engine process is a fork of it, so the next
+            engine is ready sooner. It takes no CPU time while it waits, and shares its memory with the engine.
         engine_start_timeout: seconds that the engine process can take to load the checkpoint.
         shared_step_rows: number of sequences of one request that are in every step. While other requests run, further
             sequences take turns, up to twice the number of sequences of all narrower requests. `None`: all are in

@@ -1,7 +1,8 @@
 """The program of the engine process: a pipe in, a step loop, a pipe out.
 
-Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`; with
-`--spare` a second one of any content follows when the checkpoint is to be loaded.
+Its owner starts it like `python -m inflight.worker --fd N`.  The first frame is the encoded `EngineConfig`.
+With `--fork-server` it only does the imports, and forks into such a process whenever the owner asks for one
+(`fork_server.py`).
 The owner is the only frontend (`frontend/engine_client/engine_process.py`), and the pipe carries the messages of
 `engine/messages.py` both ways; or, with `--shared`, the owner is the daemon of a shared engine
 (`frontend/engine_client/shared_engine_daemon.py`), and the pipe brings the descriptors of the frontends' pipes.
@@ -15,6 +16,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -47,6 +49,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.step_trace import StepTrace, make_trace
+from inflight.fork_server import serve_forks
 from inflight.runner.cpu_threads import available_cpus
 
 __all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
@@ -193,19 +196,16 @@ def _answer(engine: Engine, ask: Ask) -> Answer:
         return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
-def _wait_as_spare(connection: Connection, config: EngineConfig) -> None:
-    """Prepare as much as possible before the checkpoint's weights are read; return when it is to be loaded.
-
-    Raises:
-        EOFError: the owner has closed the pipe.
-    """
+def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:
+    """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
     from inflight.runner.warm_up import warm_up
 
+    def prepare() -> None:
+        warm_up(config, idle)
+        import inflight.engine.assembly  # noqa: F401
+
     _name("inflight-spare")
-    warm_up(config)
-    gc.collect()
-    gc.freeze()  # the next collection does not scan these objects
-    connection.recv_bytes()
+    return serve_forks(control, prepare)
 
 
 def _name(name: str) -> None:
@@ -214,21 +214,9 @@ def _name(name: str) -> None:
         Path("/proc/self/comm").write_text(name)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Entry point; returns the exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
-    parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which this process records what it does")
-    parser.add_argument("--spare", action="store_true", help="import everything, then wait for one more frame to load")
-    parser.add_argument("--shared", action="store_true", help="the owner sends frontends and is not one itself")
-    args = parser.parse_args(argv)
-    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
-        signal.signal(number, signal.SIG_IGN)
-    connection = Connection(args.fd)
-    owner = Frontend(0, connection)
+def _configured(connection: Connection) -> EngineConfig:
+    """Receive the configuration and apply the part that must precede the import of torch."""
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
-    slots = config.max_num_seqs
-    heartbeat = Heartbeat(Heartbeat.create(slots) if args.heartbeat_fd is None else args.heartbeat_fd, slots)
     # The server, the stub and clients share the cores: a thread that spins at an OpenMP barrier would
     # take a core from the thread that the barrier waits for.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -237,10 +225,35 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["OMP_NUM_THREADS"] = str(config.cpu_threads)
     else:
         os.environ.setdefault("OMP_NUM_THREADS", str(available_cpus()))
+    return config
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
+    parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which this process records what it does")
+    parser.add_argument("--fork-server", action="store_true", help="import everything, then fork for each request")
+    parser.add_argument("--idle", action="store_true", help="with --fork-server: import on idle cores only")
+    parser.add_argument("--shared", action="store_true", help="the owner sends frontends and is not one itself")
+    args = parser.parse_args(argv)
+    for number in (signal.SIGINT, signal.SIGTERM):  # from a terminal or a service manager: the frontend drains first
+        signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until settled: objects of imports and loading stay, and scanning them is a fifth of the time
+    fd, heartbeat_fd = args.fd, args.heartbeat_fd
+    if args.fork_server:
+        with socket.socket(fileno=os.dup(fd)) as control:
+            config = _configured(Connection(fd))
+            forked = _fork_server(control, config, args.idle)
+        if forked is None:
+            return 0  # the owner is gone
+        fd, heartbeat_fd = forked
+    connection = Connection(fd)
+    owner = Frontend(0, connection)
+    config = _configured(connection)
+    slots = config.max_num_seqs
+    heartbeat = Heartbeat(Heartbeat.create(slots) if heartbeat_fd is None else heartbeat_fd, slots)
     try:
-        if args.spare:
-            _wait_as_spare(connection, config)
         _name("inflight-engine")
         loaded = _load(owner, config, heartbeat)
         if loaded is None:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
 import msgspec
+import psutil
 import pytest
 from checkpoints import greedy_reference, make_checkpoint
 from drafters import add_gate
@@ -37,22 +38,35 @@ from inflight.engine.messages import (
 )
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
+from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
 from inflight.worker import _HANDLERS, Engine, _add, _answer, serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
 
-class Worker:
-    """A running engine process and our end of its pipe."""
+COMMAND = [sys.executable, "-m", "inflight.worker"]
+ENV = {"OMP_NUM_THREADS": "1"}
 
-    def __init__(self, **options):
+
+class Worker:
+    """A running engine process and our end of its pipe.
+
+    Args:
+        fork_server: forks into it; None: it is a program of its own.
+    """
+
+    def __init__(self, fork_server=None, **options):
         ours, theirs = socket.socketpair()
-        env = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "inflight.worker", "--fd", str(theirs.fileno())]
-        self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=env)
+        config = EngineConfig.from_dict({"device": "cpu", "kv_cache_memory": "16MiB", **options})
+        if fork_server is None:
+            options = ["--fd", str(theirs.fileno())]
+            self.process = subprocess.Popen([*COMMAND, *options], pass_fds=[theirs.fileno()], env={**os.environ, **ENV})
+        else:
+            page = Heartbeat.create(config.max_num_seqs)
+            self.process = fork_server.fork(theirs.fileno(), page, timeout=100)
+            os.close(page)
         theirs.close()
         self.pipe = Connection(ours.detach())
-        config = EngineConfig.from_dict({"device": "cpu", "kv_cache_memory": "16MiB", **options})
         self.pipe.send_bytes(msgspec.msgpack.encode(config))
 
     def send(self, message):
@@ -73,9 +87,17 @@ def checkpoint(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("process"))
 
 
-@pytest.fixture
-def engine(checkpoint):
-    engine = Worker(model=checkpoint, max_queue_size=1, max_num_seqs=2)
+@pytest.fixture(scope="module")
+def fork_server(checkpoint):
+    server = ForkServerProcess(EngineConfig(model=checkpoint, device="cpu"), COMMAND, ENV, idle=False)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["executed", "forked"])
+def engine(checkpoint, request):
+    fork_server = request.getfixturevalue("fork_server") if request.param == "forked" else None
+    engine = Worker(fork_server, model=checkpoint, max_queue_size=1, max_num_seqs=2)
     yield engine
     engine.close()
 
@@ -116,6 +138,7 @@ def test_it_generates_aborts_refuses_answers_and_shuts_down(engine, checkpoint):
     assert engine.process.wait(timeout=20) == 0
 
 
+@pytest.mark.parametrize("engine", ["forked"], indirect=True)
 def test_it_exits_when_its_frontend_is_gone(engine):
     engine.receive()
     engine.send(AddRequest(1, [1, 2], SamplingParams(max_tokens=250, ignore_eos=True)))
@@ -124,8 +147,8 @@ def test_it_exits_when_its_frontend_is_gone(engine):
     assert engine.process.wait(timeout=20) == 0
 
 
-def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint):
-    engine = Worker(model=checkpoint, max_model_len=4096)
+def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint, fork_server):
+    engine = Worker(fork_server, model=checkpoint, max_model_len=4096)
     try:
         failed = engine.receive()
         assert isinstance(failed, EngineFailed)
@@ -136,8 +159,8 @@ def test_a_checkpoint_that_cannot_be_served_is_reported_as_fatal(checkpoint):
         engine.close()
 
 
-def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoint):
-    engine = Worker(model=checkpoint, step_trace=True)
+def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoint, fork_server):
+    engine = Worker(fork_server, model=checkpoint, step_trace=True)
     try:
         engine.receive()
         engine.send(Ask(7, DumpTrace()))  # idle
@@ -159,6 +182,20 @@ def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoi
         assert Trace.from_json(answers[1].value).requests[0].request_id == 1
     finally:
         engine.close()
+
+
+def test_forks_of_a_parent_without_threads_inherit_nothing_of_each_other(checkpoint, fork_server):
+    engines = [Worker(fork_server, model=checkpoint) for _ in range(2)]
+    try:
+        for engine in engines:
+            assert isinstance(engine.receive(), EngineReady)
+        parent, *forks = (psutil.Process(process.pid) for process in (fork_server, *(e.process for e in engines)))
+        assert (parent.name(), parent.num_threads()) == ("inflight-spare", 1)
+        assert [(fork.name(), fork.ppid()) for fork in forks] == [("inflight-engine", parent.pid)] * 2
+        assert forks[0].num_fds() == forks[1].num_fds()
+    finally:
+        for engine in engines:
+            engine.close()
 
 
 def test_every_question_has_a_handler():

@@ -1,6 +1,6 @@
 """An engine process without a model: it echoes the prompt's tokens, one per step and sequence.
 
-Started like the real one (`--fd N`).  A request's `tenant` can contain orders, separated by commas:
+Started like the real one (`--fd N`, `--fork-server`).  A request's `tenant` can contain orders, separated by commas:
 
     crash=3     kill the process with SIGKILL once the request has three tokens
     nonsense=3  send an invalid frame then
@@ -17,13 +17,17 @@ by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each ques
 
     {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
 
-Imports nothing of the engine but its messages and its heartbeat.
+With `--fork-server`, `$FAKE_ENGINE_THREADS` is the number of threads that it has when it is asked to fork, and with
+`$FAKE_ENGINE_NO_PIDFD` the system gives it no pidfd.
+
+Imports nothing of the engine but its messages, its heartbeat and the fork server.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -56,6 +60,7 @@ from inflight.engine.messages import (
     encode,
 )
 from inflight.engine.step import NewRow, SchedulerOutput
+from inflight.fork_server import serve_forks
 
 VOCAB_SIZE = 2560
 EOS = 0
@@ -250,20 +255,38 @@ def serve_one(engine: FakeEngine, ready: EngineReady) -> None:
         engine.serve()
 
 
+def prepare(connection: Connection) -> None:
+    """As the imports of the real one; some leave threads, and some sandboxes allow no pidfd."""
+    connection.recv_bytes()
+    for _ in range(int(os.environ.get("FAKE_ENGINE_THREADS", "0"))):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if "FAKE_ENGINE_NO_PIDFD" in os.environ:
+        os.pidfd_open = forbidden
+
+
+def forbidden(pid: int, flags: int = 0) -> int:
+    raise PermissionError(errno.EPERM, "Operation not permitted")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True)
-    parser.add_argument("--heartbeat-fd", type=int, required=True)
-    parser.add_argument("--spare", action="store_true")
+    parser.add_argument("--heartbeat-fd", type=int)
+    parser.add_argument("--fork-server", action="store_true")
     parser.add_argument("--shared", action="store_true")
     args = parser.parse_known_args()[0]
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    connection = Connection(args.fd)
+    fd, heartbeat_fd = args.fd, args.heartbeat_fd
+    if args.fork_server:
+        with socket.socket(fileno=os.dup(fd)) as forks:
+            forked = serve_forks(forks, lambda: prepare(Connection(fd)))
+        if forked is None:
+            return 0
+        fd, heartbeat_fd = forked
+    connection = Connection(fd)
     try:
         config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
-        if args.spare:
-            connection.recv_bytes()
         start = control().get("start")
         if start == "exit":
             return 7
@@ -275,7 +298,7 @@ def main() -> int:
         ready = EngineReady(MAX_MODEL_LEN, VOCAB_SIZE, [EOS], 1000, config.block_size, "float32", "cpu", "fake", 0.01)
         connection.send_bytes(encode(ready))
         slots = config.max_num_seqs
-        heartbeat = Heartbeat(args.heartbeat_fd, slots)
+        heartbeat = Heartbeat(heartbeat_fd, slots)
         if args.shared:
             serve_all(connection, ready, slots, heartbeat)
         else:

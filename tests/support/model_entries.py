@@ -19,14 +19,13 @@ MODELS = Path(__file__).parents[2] / "model_repository"
 CHECKPOINT = MODELS / "demo" / "1" / "checkpoint"
 CONFIG = 'backend: "inflight"\n'
 
-# The demo checkpoint on few resources: a spare engine process takes a core for seconds.
+# The demo checkpoint on few resources.
 SMALL = {
     "model": str(CHECKPOINT),
     "dtype": "float32",
     "device": "cpu",
     "cpu_threads": 1,
     "kv_cache_memory": "64MiB",
-    "spare_engine": False,
 }
 _UNLOAD_SECONDS = 60.0
 
@@ -41,9 +40,9 @@ def write_entry(repository: Path, name: str, config: str = CONFIG, **options: An
 
 
 def copy_entry(repository: Path, name: str) -> Path:
-    """An unchanged entry of `model_repository`, but without a spare engine process."""
+    """An entry of `model_repository` with its checkpoint on one core."""
     options = json.loads((MODELS / name / "1" / "model.json").read_text())
-    options |= {"model": str(CHECKPOINT), "cpu_threads": 1, "spare_engine": False}
+    options |= {"model": str(CHECKPOINT), "cpu_threads": 1}
     entry = write_entry(repository, name, (MODELS / name / "config.pbtxt").read_text())
     (entry / "1" / "model.json").write_text(json.dumps(options))
     return entry

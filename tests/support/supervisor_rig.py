@@ -50,7 +50,7 @@ class SupervisorRig:
         self.group = group
         self.lines: list[str] = []
         self.supervisor = Supervisor(
-            EngineConfig(model="fake", **{"spare_engine": False, **config}),
+            EngineConfig(model="fake", **config),
             lambda level, line: self.lines.append(line),
             command=FAKE_ENGINE,
             env={"FAKE_ENGINE_CONTROL": str(control)},

@@ -11,20 +11,22 @@ from inflight.config import EngineConfig
 __all__ = ["warm_up"]
 
 
-def warm_up(config: EngineConfig) -> None:
-    """Import what `make_runner` needs for this checkpoint, while the core is idle.
+def warm_up(config: EngineConfig, idle: bool) -> None:
+    """Import what `make_runner` needs for this checkpoint.
 
-    Allocates no weights and touches no device.  Runs in a thread of its own, since a process cannot raise its
-    priority again.  Ignores failed imports: loading reports them.
+    Allocates no weights, touches no device and leaves no thread.  Ignores failed imports: loading reports them.
+
+    Args:
+        idle: on idle cores only.  In a thread of its own, since a process cannot raise its priority again.
     """
-    thread = threading.Thread(target=_import, args=(config,), name="warm-up")
+    thread = threading.Thread(target=_import, args=(config, idle), name="warm-up")
     thread.start()
     thread.join()
 
 
-def _import(config: EngineConfig) -> None:
-    # Not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once.
-    os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+def _import(config: EngineConfig, idle: bool) -> None:
+    if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(Exception):
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping

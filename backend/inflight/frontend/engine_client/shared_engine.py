@@ -35,13 +35,8 @@ from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
 from inflight.frontend.engine_client import shared_engine_daemon as daemon
 from inflight.frontend.engine_client.device_placement import num_sharing
-from inflight.frontend.engine_client.engine_process import (
-    TIED_TO_PARENT,
-    EngineStartError,
-    engine_command,
-    exit_words,
-    interpreter,
-)
+from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command
+from inflight.frontend.engine_client.os_process import TIED_TO_PARENT, exit_words, interpreter
 
 __all__ = ["EngineGroup", "SharedEngine", "find_group", "group_name"]
 

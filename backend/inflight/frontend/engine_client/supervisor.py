@@ -26,7 +26,8 @@ from inflight.engine.messages import (
     StepMessage,
 )
 from inflight.frontend.engine_client.engine_handle import EngineHandle
-from inflight.frontend.engine_client.engine_process import EngineLauncher, EngineStartError, engine_command
+from inflight.frontend.engine_client.engine_launcher import EngineLauncher
+from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command
 from inflight.frontend.engine_client.pending_questions import PendingQuestions
 from inflight.frontend.engine_client.restart_policy import RestartHistory, RestartPolicy
 from inflight.frontend.engine_client.send_buffer import SendBuffer
@@ -35,8 +36,6 @@ from inflight.frontend.errors import RequestError
 
 __all__ = ["EngineEvents", "Supervisor"]
 
-_SPARE_AFTER = 3.0  # seconds of uptime before a spare process is started: that takes a core for some seconds
-_SPARES_IN_SEARCH = 2  # while a request may kill the next engines, too; started at once
 _UNLOADING = "the model is being unloaded"
 
 
@@ -72,8 +71,7 @@ class Supervisor:
         command: command line of the engine process without `--fd N`; None means the real one.
         env: environment variables for it, added to this process's.
         restart: when to restart it.
-        launch: starts an engine process, or joins a running one; None: start one with `command` and `env`, and keep
-            a spare one.
+        launch: starts an engine process, or joins a running one; None: start one with `command` and `env`.
     """
 
     def __init__(
@@ -97,7 +95,6 @@ class Supervisor:
         self._engine_process: EngineHandle | None = None
         self._settled = True  # no suspect of an earlier death is left
         self._up = False
-        self._up_since = 0.0  # `time.monotonic()`
         self._stopping = False
         self._first: EngineReady | EngineStartError | None = None
         self._refusal: str | None = None
@@ -284,10 +281,8 @@ class Supervisor:
             engine_process.close()
             raise
         with self._changed:
-            self._up, self._refusal, self._up_since = True, None, time.monotonic()
+            self._up, self._refusal = True, None
             self._changed.notify_all()
-        if not settled:
-            self._launcher.keep(_SPARES_IN_SEARCH)
         return engine_process, ready
 
     def _set_turn(self, ours: bool) -> None:
@@ -397,19 +392,20 @@ class Supervisor:
     # -- watch thread ----------------------------------------------------------------------
 
     def _watch_loop(self) -> None:
-        """Kill an engine process that hangs (the supervisor's thread will notice), and start a spare one."""
+        """Kill an engine process that hangs (the supervisor's thread will notice), and replace a dead fork server."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._stopping, timeout=self._watchdog.interval):
                     break
                 engine_process = self._engine_process if self._up else None
                 has_work = bool(self._send_buffer.in_engine or self._questions.num_sent)
-                num_spares = 1 if self._settled else _SPARES_IN_SEARCH
             heartbeat = None if engine_process is None else engine_process.heartbeat
             beats, num_tokens = (None, 0) if heartbeat is None else (heartbeat.beats, heartbeat.num_tokens)
             if self._watchdog.is_stuck(time.monotonic(), beats, has_work, num_tokens) and engine_process is not None:
                 allowed = self._watchdog.allowed(num_tokens)
                 engine_process.kill(f"it did not finish a step in {allowed:.3g} s (engine_timeout)")
-            elif engine_process is not None and time.monotonic() - self._up_since >= _SPARE_AFTER:
-                self._launcher.keep(num_spares)
+            elif engine_process is not None:
+                ended = self._launcher.keep_fork_server()
+                if ended is not None:
+                    self._log("warn", f"the spare process ended ({ended}); another one is being started")
         self._ended.wait()  # the processes that this thread started end with it (PR_SET_PDEATHSIG)

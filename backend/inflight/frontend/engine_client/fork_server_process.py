@@ -1,0 +1,125 @@
+"""The parent's handle of a fork server, which starts engine processes in milliseconds (`inflight/fork_server.py`)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import encode
+from inflight.frontend.engine_client.os_process import ForkedProcess, exit_words, start_tied
+
+__all__ = ["ForkFailed", "ForkServerProcess"]
+
+_FORK_SECONDS = 10.0  # for a fork, once the imports are done
+_EXIT_SECONDS = 5.0
+
+
+class ForkFailed(Exception):
+    """There is no new process; says why."""
+
+
+class ForkServerProcess:
+    """One fork server, from start to exit.  Create it in a thread that outlives it (PR_SET_PDEATHSIG).
+
+    It forks in one thread at a time.
+
+    Args:
+        command: of the engine process, as `engine_command` returns it.
+        env: environment variables added to this process's.
+        idle: do the imports on idle cores only.
+
+    Attributes:
+        idle: as given.
+
+    Raises:
+        OSError: the program cannot be run.
+    """
+
+    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str], idle: bool) -> None:
+        self.idle = idle
+        self._is_ready = False
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            options = ["--fork-server", "--fd", str(theirs.fileno()), *["--idle"] * idle]
+            try:
+                self._popen = start_tied([*command, *options], [theirs.fileno()], env)
+            except OSError:
+                self._socket.close()
+                raise
+        with contextlib.suppress(OSError), Connection(os.dup(self._socket.fileno())) as connection:
+            connection.send_bytes(encode(config))  # if it died at once, `fork` reports how
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def has_ended(self) -> bool:
+        return self._popen.poll() is not None
+
+    def exit_text(self) -> str:
+        """How it ended, in a few words."""
+        return exit_words(self._popen.wait())
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has done the imports."""
+        if not self._is_ready:
+            with contextlib.suppress(OSError):
+                if self._socket.recv(1, socket.MSG_DONTWAIT):
+                    self._is_ready = True
+        return self._is_ready
+
+    def fork(self, pipe: int, heartbeat: int, timeout: float) -> ForkedProcess:
+        """An engine process with copies of these descriptors, which is killed with this process.
+
+        Args:
+            timeout: seconds that the imports can take, if they are still under way.
+
+        Raises:
+            ForkFailed: the fork server ended or hung, and is useless; or the system has no room for the process.
+        """
+        seconds = _FORK_SECONDS if self.is_ready else timeout
+        owned, owner = os.pipe()
+        report, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._socket, [b"f"], [pipe, heartbeat, owned, theirs.fileno()])
+            report.settimeout(seconds)
+            answer, descriptors, _, _ = socket.recv_fds(report, 1024, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            self.stop()
+            answer, descriptors = self._late_text(seconds).encode(), []
+        except OSError:
+            answer, descriptors = b"", []
+        finally:
+            os.close(owned)
+        if not descriptors:
+            os.close(owner)
+            report.close()
+            raise ForkFailed(answer.decode() or self._end_text())
+        self._is_ready = True
+        return ForkedProcess(int(answer), descriptors[0], owner, report)
+
+    def _late_text(self, seconds: float) -> str:
+        if self._is_ready:
+            return f"it did not fork within {seconds:g} s"
+        return f"its imports took more than {seconds:g} s: raise engine_start_timeout in model.json"
+
+    def _end_text(self) -> str:
+        """How it ended; kills it if it has closed its socket and still runs."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._popen.wait(_EXIT_SECONDS)
+        self.stop()
+        return f"its fork server ended ({self.exit_text()})"
+
+    def stop(self) -> None:
+        """End it; its forks live on.  Safe to repeat."""
+        self._popen.kill()
+        self._popen.wait()
+        self._socket.close()
