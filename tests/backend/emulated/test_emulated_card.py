@@ -467,3 +467,9 @@ def test_results_are_shaped_by_what_they_are_computed_from(card: Card) -> None:
             assert (x / 2).dtype == dtype
     finally:
         torch.set_default_dtype(kept)
+
+
+def test_integers_are_counted(card: Card) -> None:
+    counts = torch.histc(torch.tensor([0, 2, 2, 1, 2], dtype=torch.int32, device=CUDA), bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 1, 3, 0]
