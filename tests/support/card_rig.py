@@ -23,8 +23,9 @@ from inflight.loading import loader
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.runner import base_runner, step_inputs
 from inflight.runner.device_runner import DeviceRunner
+from inflight.runner.step_inputs import StepSize
 
-__all__ = ["card_core", "functions_as_kernels", "runner_of", "without_waits"]
+__all__ = ["card_core", "functions_as_kernels", "num_replays", "runner_of", "without_waits"]
 
 
 class CardAttention(ReferenceAttention):
@@ -70,6 +71,11 @@ def card_core(path: str, **options: Any) -> EngineCore:
 def runner_of(core: EngineCore) -> DeviceRunner:
     assert isinstance(core.runner, DeviceRunner)
     return core.runner
+
+
+def num_replays(core: EngineCore) -> dict[StepSize, int]:
+    """Bucket -> how often its graph was replayed."""
+    return {key[0]: graph.graph.num_replays for key, graph in core.runner.graphs._graphs.items()}
 
 
 def without_waits(core: EngineCore) -> EngineCore:

@@ -31,7 +31,7 @@ from inflight.device.step_hook import StepHook
 from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
-from inflight.kernels.registry import check_switches, select_attention, select_experts
+from inflight.kernels.registry import check_switches, select_attention
 from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -40,10 +40,9 @@ from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
-from inflight.loading.forward.fused_experts import fuse_experts
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
-from inflight.loading.forward.split_k import split_linears
+from inflight.loading.forward.switched_kernels import attach_kernels
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
@@ -342,10 +341,7 @@ def _checked_forward(
             forward = accelerate(model, device, check.passes, max_model_len, scheme, config.kernel_config)
         except CannotQuantize as why:
             raise LoadError(f'quantization="{scheme.name}" is not supported: {why}; remove it') from why
-    if config.kernel_config.split_k:
-        split_linears(model, config.kernel_config.launch_pdl)
-    if config.kernel_config.fused_experts:
-        fuse_experts(model, select_experts(), lambda: check.passes(forward))
+    attach_kernels(model, config.kernel_config, lambda: check.passes(forward))
     _require(check, forward)
     return forward
 

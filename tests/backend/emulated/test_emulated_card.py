@@ -445,3 +445,31 @@ def test_nothing_of_it_stays() -> None:
     assert torch.is_grad_enabled()
     with pytest.raises((AssertionError, RuntimeError)):
         torch.ones(3, device=CUDA)
+
+
+def test_results_are_shaped_by_what_they_are_computed_from(card: Card) -> None:
+    """The card remembers the shapes of results: equal numbers of other types, and other strides, are not the same."""
+    x = torch.ones(2, 3, dtype=torch.int64, device="cuda")
+    for _ in range(2):
+        assert [(x + 1).dtype, (x + 1.0).dtype, (x + True).dtype] == [torch.int64, torch.float32, torch.int64]
+        assert torch.add(x, x[0]).shape == (2, 3)
+        assert torch.add(x.t(), x.t()).stride() == (1, 3)
+        assert torch.add(x, x).stride() == (3, 1)
+        assert torch.full((2,), 1, device="cuda").dtype == torch.int64
+        assert torch.full((2,), 1.0, device="cuda").dtype == torch.float32
+        with pytest.raises(RuntimeError, match="broadcast"):
+            torch.add(x, x[:, :2])
+    kept = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            torch.set_default_dtype(dtype)
+            assert torch.ones(2, device="cuda").dtype == dtype
+            assert (x / 2).dtype == dtype
+    finally:
+        torch.set_default_dtype(kept)
+
+
+def test_integers_are_counted(card: Card) -> None:
+    counts = torch.histc(torch.tensor([0, 2, 2, 1, 2], dtype=torch.int32, device=CUDA), bins=4, min=0, max=3)
+    assert counts.dtype == torch.int32
+    assert counts.tolist() == [1, 1, 3, 0]

@@ -1,8 +1,24 @@
-"""Tests here run the compiled kernels."""
+"""Tests here run the compiled kernels, and those of the Triton language in a quick interpreter."""
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
+import pytest
+from emulated_card import is_emulated
 from gpu_rounding import gpu_rounding
 from kernel_build import current_kernel
+from quick_interpreter import quick_interpreter
+
+from inflight.kernels.gpu.launch import interpreted
 
 __all__ = ["current_kernel", "gpu_rounding"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """Within the test's fixtures, some of which change how the interpreter rounds.  An emulated card has done it."""
+    if is_emulated() or not interpreted():
+        return (yield)
+    with quick_interpreter():
+        return (yield)

@@ -142,7 +142,7 @@ def test_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def path(tmp_path: Path) -> str:
     torch.set_num_threads(1)
-    return make_checkpoint("llama", tmp_path, hidden_size=256, intermediate_size=384, num_hidden_layers=1)
+    return make_checkpoint("llama", tmp_path, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
 
 
 @pytest.fixture

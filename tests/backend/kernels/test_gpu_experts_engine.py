@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
-from fake_graph import interpreted_launches
 from mxfp4_checkpoints import make_mxfp4_checkpoint
 from nightly import nightly_but
 from offline import run, tokens
@@ -17,7 +16,9 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")
 
-from graph_rig import captured_by, graph_core, pretend_a_card
+from card_rig import card_core, functions_as_kernels, num_replays
+from emulated_card import emulated_card
+from graph_rig import pretend_a_card
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
@@ -33,7 +34,7 @@ from inflight.loading.quantization.mxfp4_experts import Mxfp4Experts
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
-    pytest.mark.usefixtures("gpu_rounding", "as_on_a_card"),
+    pytest.mark.usefixtures("gpu_rounding", "small_checks"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, on infinities in the interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
@@ -47,17 +48,19 @@ PARAMS = [
 
 
 @pytest.fixture
-def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
-    pretend_a_card(monkeypatch)
-    monkeypatch.setattr(loader, "_CHECKED_TOKENS", 12)  # the interpreter takes milliseconds for each program
+    monkeypatch.setattr(loader, "_CHECKED_TOKENS", 8)  # the interpreter takes milliseconds for each program
     monkeypatch.setattr(loader, "_REPEATS", 2)
     monkeypatch.setattr(gpu_experts, "_TILES", gpu_experts._TILES[:1])
 
 
 def loaded(path: str, **options: Any) -> LoadedModel:
+    """As on a GPU, whose memory is sized once a step can be run."""
     values = dict(model=path, device="cpu", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
-    return load(EngineConfig.from_dict({**values, **options}))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        pretend_a_card(monkeypatch)
+        return load(EngineConfig.from_dict({**values, **options}))
 
 
 def error(model: LoadedModel) -> float:
@@ -182,15 +185,8 @@ def test_a_cpu_refuses_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]], Any]:
-    limits = dict(
-        max_num_seqs=4,
-        max_num_batched_tokens=16,
-        num_gpu_blocks_override=8,
-        max_model_len=16,
-        block_size=4,
-        check_on_load=False,
-    )
-    core = graph_core(path, async_scheduling=True, **{**limits, **options})
+    limits = dict(max_num_seqs=2, max_num_batched_tokens=16, num_gpu_blocks_override=8, max_model_len=16, block_size=4)
+    core = card_core(path, check_on_load=False, **limits, **options)
     return {key: tokens(deltas) for key, deltas in run(core, PROMPTS, PARAMS).items()}, core
 
 
@@ -200,12 +196,13 @@ def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]]
 def test_decode_steps_are_captured(
     model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the routing; with the tokens of experts by transformers."""
-    interpreted_launches(monkeypatch)
+    """On an emulated card, whatever the routing; with the tokens of experts by transformers."""
+    functions_as_kernels(monkeypatch)
     path = make_mxfp4_checkpoint(tmp_path) if model_type == "mxfp4" else make_checkpoint(model_type, tmp_path)
-    expected, _ = outputs(path, dtype=dtype, enforce_eager=True)
-    found, core = outputs(path, dtype=dtype, **FUSED)
-    assert found == expected
-    replays = {len(graph.outputs[0]): graph.replays for graph in captured_by(core).graphs}
-    assert sorted(replays) == [1, 2, 4]
-    assert sum(replays.values()) >= 3, replays
+    with emulated_card():
+        expected, _ = outputs(path, dtype=dtype, enforce_eager=True)
+        found, core = outputs(path, dtype=dtype, **FUSED)
+        assert found == expected
+        replays = {bucket.rows: count for bucket, count in num_replays(core).items()}
+        assert sorted(replays) == [1, 2]
+        assert all(replays.values()), replays

@@ -25,7 +25,7 @@ from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
 from inflight.kernels.registry import check_switches, select_attention, select_ops
 from inflight.loading import loader
-from inflight.loading.forward import acceleration
+from inflight.loading.forward import acceleration, switched_kernels
 from inflight.loading.quantization.schemes import scheme_of
 
 SCRIPT = """
@@ -157,7 +157,7 @@ def test_loading_passes_the_switches_on(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(loader, "select_attention", select)
     monkeypatch.setattr(loader, "accelerate", lambda *args: seen.update(accelerate=args[-1]) or args[0])
-    monkeypatch.setattr(loader, "split_linears", lambda model, launch_pdl: seen.update(split=launch_pdl))
+    monkeypatch.setattr(switched_kernels, "split_linears", lambda model, launch_pdl: seen.update(split=launch_pdl))
     path, switches = make_checkpoint("llama", tmp_path), dict(launch_pdl=True, split_k=True)
     loader.load(EngineConfig.from_dict(dict(model=path, device="cpu", kv_cache_memory="1MiB", kernel_config=switches)))
     assert seen == {"attention": KernelConfig(**switches), "accelerate": KernelConfig(**switches), "split": True}

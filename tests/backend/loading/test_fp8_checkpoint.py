@@ -225,9 +225,10 @@ def test_plain_weights_that_are_called_fp8_are_refused(path: str) -> None:
 
 
 def test_experts_in_fp8_are_refused_by_name(tmp_path: Path) -> None:
+    """transformers 5.17 says first that it has no place for their scales."""
     path = make_checkpoint("qwen3_moe", tmp_path)
     compress(path, "per channel")
-    with pytest.raises(LoadError, match=r"layers.0.mlp.experts.*which only linear layers can be"):
+    with pytest.raises(LoadError, match=r"layers.0.mlp.experts.*(which only linear layers can be|scales of quant)"):
         load_model(path)
 
 

@@ -11,6 +11,7 @@ import torch
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from engine_rig import Info
 from graph_rig import captured_by, graph_core, pretend_a_card
+from longrope import longrope_is_capturable
 from nightly import nightly_but
 from offline import make_core, make_device_core, run, tokens
 
@@ -92,7 +93,8 @@ def test_steps_on_a_device_and_replayed_ones_make_the_same_choices(
     pretend_a_card(monkeypatch)
     core = graph_core(path, max_num_seqs=6)
     assert outputs(core) == expected
-    assert sum(graph.replays for graph in captured_by(core).graphs) > 20
+    replays = sum(graph.replays for graph in captured_by(core).graphs)
+    assert replays > 20 if longrope_is_capturable() else replays == 0
 
 
 def test_a_request_that_crosses_the_limit_is_long_from_its_first_token(tmp_path: Path) -> None:

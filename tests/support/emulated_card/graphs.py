@@ -80,12 +80,16 @@ class CUDAGraph:
 
     A capture that failed leaves the allocator as torch before 2.12 leaves it: the pool is still being allocated to, so
     that no memory is released until `torch._C._cuda_endAllocateToPool` is called.
+
+    Attributes:
+        num_replays: which torch does not count.
     """
 
     def __init__(self, keep_graph: bool = False) -> None:
         self._card = streams.current_card()
         self._capture: Capture | None = None
         self._key: tuple[int, int] | None = None
+        self.num_replays = 0
 
     def capture_begin(
         self, pool: tuple[int, int] | None = None, capture_error_mode: str = "global", **others: Any
@@ -127,6 +131,7 @@ class CUDAGraph:
 
         card.launch(run)
         card.num_replays += 1
+        self.num_replays += 1
 
     def pool(self) -> tuple[int, int]:
         if self._key is None:

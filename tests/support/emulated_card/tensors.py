@@ -9,7 +9,7 @@ that the meta device does not know.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -130,15 +130,22 @@ class CudaTensor(Tensor):
         raise NotImplementedError("torch makes it of the type of the elements; make one by hand")
 
 
-def each_tensor(value: Any) -> Iterator[Tensor]:
+def each_tensor(value: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples and dictionaries."""
+    found: list[Tensor] = []
+    _find_tensors(value, found)
+    return found
+
+
+def _find_tensors(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        yield value
+        found.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from each_tensor(item)
+            _find_tensors(item, found)
     elif isinstance(value, dict):
-        yield from each_tensor(list(value.values()))
+        for item in value.values():
+            _find_tensors(item, found)
 
 
 def mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
@@ -176,7 +183,7 @@ def launch_function(function: Callable[..., Any], *arguments: Any) -> None:
     values = [value for value in each_tensor(arguments) if isinstance(value, CudaTensor)]
     card = values[0].card
     used = [value.memory for value in values if value.memory is not None]
-    _check_devices(function, list(each_tensor(arguments)))
+    _check_devices(function, each_tensor(arguments))
     card.launch(functools.partial(function, *mapped(arguments, contents)), used)
 
 
@@ -210,7 +217,7 @@ def _sized_by_contents(func: Any) -> bool:
 
 def dispatch(card: Card, func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch, if it concerns the card."""
-    values = list(each_tensor((args, kwargs)))
+    values = each_tensor((args, kwargs))
     device = kwargs.get("device")
     to_card = device is not None and torch.device(device).type == "cuda"
     if not to_card and not any(isinstance(value, CudaTensor) for value in values):
@@ -234,7 +241,7 @@ def dispatch(card: Card, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*mapped(args, lambda value: value.meta if isinstance(value, CudaTensor) else value), **kwargs)
     if func in _INDEXING:
         args = _indices_on_card(card, func, args)
-        values = list(each_tensor((args, kwargs)))
+        values = each_tensor((args, kwargs))
     _check_devices(func, values)
     kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
     return _run(card, func, args, kwargs, values, makes=to_card)
@@ -279,16 +286,15 @@ def _run(card: Card, func: Any, args: Any, kwargs: Any, values: list[Tensor], ma
     if _sized_by_contents(func) and func not in _INDEXING:  # whose masks are indices by now
         return _at_once(card, func, inner_args, inner_kwargs, str(func))
     call_kwargs = {"device": "cpu", **inner_kwargs} if makes else inner_kwargs
+    compute = _ONLY_ON_CUDA.get(func, func)
     try:
-        with device_side():
-            meta_args, meta_kwargs = mapped(args, _meta), mapped(kwargs, _meta)
-            shapes = func(*meta_args, **(meta_kwargs | ({"device": "meta"} if makes else {})))
+        shapes = _shapes_of(func, args, kwargs, makes)
     except NotImplementedError:
         if _written(func):
             raise
         card.launched_at_once[str(func)] += 1
-        return _at_once(card, func, inner_args, call_kwargs, f"{func}, which the emulated card cannot run late")
-    work = functools.partial(func, *inner_args, **call_kwargs)
+        return _at_once(card, compute, inner_args, call_kwargs, f"{func}, which the emulated card cannot run late")
+    work = functools.partial(compute, *inner_args, **call_kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         work = functools.partial(card.with_random_state, work)
     written = _written(func)
@@ -298,13 +304,52 @@ def _run(card: Card, func: Any, args: Any, kwargs: Any, values: list[Tensor], ma
         return _result_of_writing(func, targets)
     made = mapped(shapes, lambda shape: new_tensor(card, shape.size(), shape.stride(), shape.dtype))
     if func not in _ALLOCATE:
-        outputs = list(each_tensor(made))
+        outputs = each_tensor(made)
         if not outputs:
             return made
         targets = [out.inner for out in outputs if isinstance(out, CudaTensor)]
         owned = [out.memory for out in outputs if isinstance(out, CudaTensor) and out.memory is not None]
         card.launch(functools.partial(_store, work, targets), used + owned)
     return made
+
+
+def _histogram(self: Tensor, *args: Any) -> Tensor:
+    """`torch.histc`, which counts integers on a GPU only."""
+    return aten.histc.default(self.double(), *args).to(self.dtype)
+
+
+_ONLY_ON_CUDA: dict[Any, Callable[..., Any]] = {aten.histc.default: _histogram}
+_shapes: dict[Any, Any] = {}
+
+
+def _shapes_of(func: Any, args: Any, kwargs: Any, makes: bool) -> Any:
+    """The results of an operation as meta tensors, which are not to be changed.
+
+    Computed once for each kind of arguments: torch does it in Python, which takes longer than all else here.
+    """
+    try:
+        key = func, makes, torch.get_default_dtype(), _kind(args), _kind(kwargs)
+        if key in _shapes:
+            return _shapes[key]
+    except TypeError:  # an argument that has no hash
+        key = None
+    with device_side():
+        meta_args, meta_kwargs = mapped(args, _meta), mapped(kwargs, _meta)
+        shapes = func(*meta_args, **(meta_kwargs | ({"device": "meta"} if makes else {})))
+    if key is not None:
+        _shapes[key] = shapes
+    return shapes
+
+
+def _kind(value: Any) -> Any:
+    """Equal for arguments that give results of the same shapes."""
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.size()), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_kind(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(key, _kind(item)) for key, item in value.items()])
+    return type(value), value
 
 
 def _meta(value: Tensor) -> Tensor:
@@ -418,7 +463,7 @@ def _nothing(card: Card, *args: Any) -> None:
 
 
 def _scaled(card: Card, *args: Any, **kwargs: Any) -> Tensor:
-    values = list(each_tensor((args, kwargs)))
+    values = each_tensor((args, kwargs))
     _check_devices(aten._scaled_mm.default, values)
     made_of = functools.partial(scaled_mm, *mapped(args, contents), **mapped(kwargs, contents))
     with device_side():
