@@ -5,8 +5,8 @@
 
 A real tritonserver serves the demo model.  The canary is a streamed request of 32 tokens; canaries run back to back,
 alone, and while a neighbour is served: an expensive request, or the same one without what makes it expensive.  A
-run's figure is its slowest canary, and the ratio compares medians over alternating runs.  The neighbour's client is a
-process of its own, so that what it receives delays no canary in Python.
+run's figures are its slowest canary and its slowest first token, and the ratios compare medians over alternating runs.
+The neighbour's client is a process of its own, so that what it receives delays no canary in Python.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ Request = dict[str, Any]
 @dataclass(frozen=True)
 class Kind:
     """Attributes:
-    expensive, plain: what is compared; each request is one of the neighbour's.
+    expensive, plain: what is compared; each request is one of the neighbour's.  Without a plain one, the expensive
+        requests are compared with nothing.
     """
 
     expensive: list[Request]
@@ -94,6 +95,7 @@ def kinds() -> dict[str, Kind]:
         "bad_words": pair(wide, bad_words=words(1024, 60)),
         "logprobs": pair(wide, inputs=shows, logprobs=100),
         "logprobs_late": pair({**wide, "stream": False}, inputs=shows, logprobs=100),
+        "prompts": Kind(prompts, []),
         "prompt_logprobs": Kind([shown(one) for one in prompts], prompts),
         "allowed_ids": pair(wide, allowed_token_ids=list(range(3, 2500))),
         "logit_bias": pair(wide, logit_bias={str(i): 0.5 for i in range(3, 2500)}),
@@ -224,31 +226,43 @@ class Bench:
         self._num_runs = 0
         for _ in range(10):
             self.canary()
-        self._usual = statistics.median(self.canary() for _ in range(10))
+        self._usual = statistics.median(self.canary()[0] for _ in range(10))
 
-    def canary(self) -> float:
+    def canary(self) -> tuple[float, float]:
+        """Seconds to its end, and to its first token."""
         start = time.perf_counter()
-        self._stream.submit(CANARY)
+        answer = self._stream.submit(CANARY)
         self._stream.wait()
-        return time.perf_counter() - start
+        return time.perf_counter() - start, answer.times[0] - start
+
+    def _run(self, canaries: list[tuple[float, float]]) -> dict[str, Any]:
+        times, firsts = (list(column) for column in zip(*canaries))
+        return {
+            "seconds": times,
+            "slowest": max(times),
+            "first_token": firsts,
+            "slowest_first": max(firsts),
+            "peak_mib": self._memory.peaks(),
+        }
 
     def alone(self) -> dict[str, Any]:
         self._memory.reset()
-        times = [self.canary() for _ in range(NUM_CANARIES)]
-        return {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks()}
+        return self._run([self.canary() for _ in range(NUM_CANARIES)])
 
     def beside(self, requests: list[Request]) -> dict[str, Any]:
-        """Canaries while the requests are served, NUM_CANARIES at most."""
+        """Canaries while the requests are served, NUM_CANARIES at most; so many alone if there are no requests."""
+        if not requests:
+            return self.alone()
         self._memory.reset()
         self._num_runs += 1  # no run finds its prompts in the prefix cache
         self._neighbour.start([{**wanted, "cache_salt": str(self._num_runs)} for wanted in requests])
         time.sleep(0.02)  # from the client's socket to the server
-        times = [self.canary()]
-        while len(times) < NUM_CANARIES and not self._neighbour.done:
-            times.append(self.canary())
+        canaries = [self.canary()]
+        while len(canaries) < NUM_CANARIES and not self._neighbour.done:
+            canaries.append(self.canary())
         ended = self._neighbour.done
         self._neighbour.stop()
-        result = {"seconds": times, "slowest": max(times), "peak_mib": self._memory.peaks(), "ended": ended}
+        result = {**self._run(canaries), "ended": ended}
         self._settle()
         return result
 
@@ -256,7 +270,7 @@ class Bench:
         """Wait until the cancelled requests are gone: three canaries in a row take about as long as alone."""
         quiet, end = 0, time.monotonic() + 30
         while quiet < 3 and time.monotonic() < end:
-            quiet = quiet + 1 if self.canary() < 1.5 * self._usual else 0
+            quiet = quiet + 1 if self.canary()[0] < 1.5 * self._usual else 0
 
     def close(self) -> None:
         self._stream.close()
@@ -277,12 +291,16 @@ def measure(kind: Kind, rounds: int) -> dict[str, list[common.Run]]:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Medians of the runs' slowest canaries, their ratio, and the largest peak of memory, all processes together."""
+    """Medians of the runs' slowest canaries and first tokens, their ratios, and the largest peak of memory, all
+    processes together."""
     medians = {side: statistics.median(run["slowest"] for run in of_side) for side, of_side in runs.items()}
+    firsts = {side: statistics.median(run["slowest_first"] for run in of_side) for side, of_side in runs.items()}
     peaks = {side: max(sum(run["peak_mib"].values()) for run in of_side) for side, of_side in runs.items()}
     return {
         "seconds": medians,
         "ratio": medians["expensive"] / medians["plain"],
+        "first_token_seconds": firsts,
+        "first_token_ratio": firsts["expensive"] / firsts["plain"],
         "peak_mib": peaks,
         "by_process": {
             role: max(run["peak_mib"].get(role, 0.0) for run in runs["expensive"])
@@ -303,15 +321,17 @@ def main() -> None:
     runs, results = {}, {}
     print(f"{common.machine()}, medians over {args.rounds} alternating runs of the slowest of {NUM_CANARIES} canaries")
     print(
-        f"{'':<16}{'alone':>9}{'plain':>9}{'expensive':>11}{'ratio':>8}{'MiB alone':>11}{'plain':>8}{'expensive':>11}"
+        f"{'':<16}{'alone':>9}{'plain':>9}{'expensive':>11}{'ratio':>8}{'first token':>13}{'expensive':>11}{'ratio':>8}"
+        f"{'MiB alone':>11}{'plain':>8}{'expensive':>11}"
     )
     for name in args.only or known:
         runs[name] = measure(known[name], args.rounds)
         result = results[name] = summary(runs[name])
-        seconds, peaks = result["seconds"], result["peak_mib"]
+        seconds, firsts, peaks = result["seconds"], result["first_token_seconds"], result["peak_mib"]
         print(
             f"{name:<16}{seconds['alone']:>8.3f}s{seconds['plain']:>8.3f}s{seconds['expensive']:>10.3f}s"
-            f"{result['ratio']:>8.2f}{peaks['alone']:>11.0f}{peaks['plain']:>8.0f}{peaks['expensive']:>11.0f}",
+            f"{result['ratio']:>8.2f}{firsts['plain']:>12.3f}s{firsts['expensive']:>10.3f}s"
+            f"{result['first_token_ratio']:>8.2f}{peaks['alone']:>11.0f}{peaks['plain']:>8.0f}{peaks['expensive']:>11.0f}",
             flush=True,
         )
     common.record(args, runs, results=results)

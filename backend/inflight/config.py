@@ -240,6 +240,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         shared_step_rows: number of sequences of one request that are in every step. While other requests run, further
             sequences take turns, up to twice the number of sequences of all narrower requests. `None`: all are in
             every step.
+        short_prompt_share: share of the prompt tokens that steps compute, from 0 to 0.9, that short prompts may take
+            ahead of prompts that came before them, under scheduling_policy "fcfs". 0: strictly in the order of arrival.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it
             would have to wait and is predicted to end after its deadline. One that can start at once is never refused.
         drain_timeout: seconds for running requests to finish once the model accepts no new ones: before an unload or
@@ -316,6 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     spare_engine: bool = True
     engine_start_timeout: _Seconds = 600.0
     shared_step_rows: _PositiveInt | None = 32
+    short_prompt_share: Annotated[float, Meta(ge=0, le=0.9)] = 0.25
     shed_on_predicted_wait: bool = True
     drain_timeout: Annotated[float, Meta(ge=0, le=1e6)] = 30.0
 

@@ -98,6 +98,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "spare_engine": {"spare_engine": False},
     "engine_start_timeout": {"engine_start_timeout": 5.0},
     "shared_step_rows": {"shared_step_rows": 2},
+    "short_prompt_share": {"short_prompt_share": 0.5},
     "shed_on_predicted_wait": {"shed_on_predicted_wait": False},
     "drain_timeout": {"drain_timeout": 5.0},
 }

@@ -19,7 +19,7 @@ from inflight.engine.held_requests import HeldRequests
 from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
-from inflight.engine.policies.base import NotYet, Policies, UrgencyPolicy
+from inflight.engine.policies.base import BudgetPolicy, NotYet, Policies, UrgencyPolicy
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_failures import lost_requests
@@ -173,20 +173,19 @@ class Scheduler:
         return answer if isinstance(answer, NotYet) else answer and bool(self._free_slots)
 
     def _admit_urgent(self, out: SchedulerOutput, urgency: UrgencyPolicy) -> None:
-        """Admit requests that outrank running ones, before these get their tokens; leave one token to each of these."""
+        """Admit urgent requests before the running ones get their tokens; leave one token to each of these."""
         for request in urgency.next_requests(self.running):
             left = self.limits.max_num_batched_tokens - out.num_tokens
-            victims = list(self.waiting.outranked(request, self.running))
-            if left <= 0 or not victims:
+            if left <= 0:
                 return
             prefix = self.pool.find_prefix(request)
-            num_tokens = self._grant(request, prefix, max(1, left - len(self.running)))
+            num_tokens = self._grant(urgency, request, prefix, max(1, left - len(self.running)))
             if num_tokens <= 0:
                 continue  # no request is preempted for one that the budget passes over
             # Requests behind it give way to it also later, when blocks run out: the others must have room.
             beside = [*self._rows, *self.running[: self.waiting.position(request, self.running)]]
             answer = self._admission(request, prefix, beside)
-            giving_way = [] if answer else list(urgency.giving_way(request, prefix, beside, victims, self.pool))
+            giving_way = [] if answer else list(urgency.giving_way(request, prefix, beside, self.running, self.pool))
             while not answer and giving_way:
                 self._preempt(giving_way.pop(0), out)
                 answer = self._admission(request, prefix, beside)
@@ -274,17 +273,17 @@ class Scheduler:
                 continue
             if answer is not True:
                 return  # no request overtakes it, else it might never find room
-            num_tokens = self._grant(request, prefix, left)
+            num_tokens = self._grant(self.policies.budget, request, prefix, left)
             if num_tokens > 0:
                 self._admit(out, request, prefix, num_tokens)
                 self.running.insert(self.waiting.position(request, self.running), request)
             elif (passed_over := passed_over + 1) == _LOOK_AHEAD:
                 return
 
-    def _grant(self, request: Request, prefix: list[int], left: int) -> int:
+    def _grant(self, budget: BudgetPolicy, request: Request, prefix: list[int], left: int) -> int:
         """Tokens, up to `left`, with which the waiting `request` starts; 0 if the budget passes it over."""
         missing = request.num_tokens - self.swap.num_resumable(request, len(prefix))
-        return self.policies.budget.grant(request, missing, min(missing, left))
+        return budget.grant(request, missing, min(missing, left))
 
     def _admit(self, out: SchedulerOutput, request: Request, prefix: list[int], num_tokens: int) -> None:
         """Give a request its slot, blocks and tokens of this step; the caller adds it to `running`."""

@@ -6,7 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.grammars.regex_size import check_regex, check_regexes_of_lark
+from inflight.grammars.lark_size import check_lark
+from inflight.grammars.regex_size import check_regex
 from inflight.grammars.schemas import checked_schema
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.structural_tag import literal, structural_tag_grammar
@@ -48,7 +49,7 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
         return structural_tag_grammar(
             json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
         )
-    check_regexes_of_lark(spec.text)
+    check_lark(spec.text)
     return grammar_from("grammar", spec.text)
 
 

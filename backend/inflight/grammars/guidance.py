@@ -40,6 +40,10 @@ _MAX_FORCED = 64
 _SERIAL_SECONDS = 0.003
 _LIMIT_ERRORS = ("lexer error:", "parser error:")  # how llguidance begins to say that it reached a limit
 _MAX_ENCODED = 4096  # texts whose tokens are remembered
+# Bytes of a forced text that are encoded in one step, and the tokens at the end of so many that may be others in the
+# whole text.  A step encodes what is left, and a literal can have 100,000 characters.
+_MAX_ENCODED_LENGTH = 1024
+_UNCERTAIN = 8
 
 
 @dataclass
@@ -264,9 +268,11 @@ class _Wrapped:
         self._encode = lru_cache(_MAX_ENCODED)(vocabulary.encode)  # forced texts repeat from row to row
 
     def __call__(self, text: bytes | str) -> list[int]:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", errors="replace")
-        return [token for token in self._encode(text) if token < self._vocab_size]
+        beginning = text[:_MAX_ENCODED_LENGTH]
+        if isinstance(beginning, bytes):
+            beginning = beginning.decode("utf-8", errors="replace")
+        tokens = [token for token in self._encode(beginning) if token < self._vocab_size]
+        return tokens if len(text) <= _MAX_ENCODED_LENGTH else tokens[:-_UNCERTAIN] or tokens[:1]
 
 
 def _fill_within(seconds: float, jobs: list[MaskJob], bitmask: np.ndarray) -> list[MaskJob]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["MAX_SHORTEST_MATCH", "check_regex", "check_regexes_of_lark"]
+__all__ = ["MAX_SHORTEST_MATCH", "check_regex"]
 
 MAX_SHORTEST_MATCH = 32768
+_ENDLESS = 2**63  # longer than any text
 
 # Each piece matches without going back, so that a hostile expression takes no longer.
 _PIECES = re.compile(
@@ -26,20 +27,21 @@ _PIECES = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-# Texts and comments of Lark, which may contain slashes, and its regular expressions, which are group 1.
-_LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|/((?:\\.|[^/\\\n])+)/?')
 
 
-def check_regex(pattern: str, name: str = "the regular expression") -> None:
+def check_regex(pattern: str, name: str = "the regular expression") -> int:
     """Refuse an expression with a part that matches only texts of more than MAX_SHORTEST_MATCH characters.
 
     Whether it is valid is not checked.
+
+    Returns:
+        Characters of the shortest text, or fewer.
 
     Raises:
         ValueError: it has such a part.
     """
     # For each open group: the least length of the branches before, and of this one, and of its last piece.
-    groups: list[list[float]] = [[float("inf"), 0, 0]]
+    groups: list[list[int]] = [[_ENDLESS, 0, 0]]
     for piece in _PIECES.finditer(pattern):
         text, group = piece[0], groups[-1]
         if text == "|":
@@ -50,7 +52,7 @@ def check_regex(pattern: str, name: str = "the regular expression") -> None:
                 groups.pop()
             _add(groups[-1], least)
         elif text.startswith("(") and not text.endswith(")"):
-            groups.append([float("inf"), 0, 0])
+            groups.append([_ENDLESS, 0, 0])
         elif text[0] in "?*":
             group[1] -= group[2]
             group[2] = 0
@@ -65,20 +67,10 @@ def check_regex(pattern: str, name: str = "the regular expression") -> None:
                 f"{name}: a part of it matches only texts of more than {MAX_SHORTEST_MATCH} characters: shorten it, "
                 "or lower its repetition counts"
             )
+    return min(groups[0][0], groups[0][1])
 
 
-def check_regexes_of_lark(grammar: str) -> None:
-    """`check_regex` for each expression between slashes.
-
-    Raises:
-        ValueError: one is too long.
-    """
-    for found in _LARK.finditer(grammar):
-        if found[1] is not None:
-            check_regex(found[1], "a regular expression of the grammar")
-
-
-def _add(group: list[float], length: float) -> None:
+def _add(group: list[int], length: int) -> None:
     group[1] += length
     group[2] = length
 

@@ -35,7 +35,7 @@ def scheduled(core):
 
 
 def test_decodes_and_prefill_chunks_share_one_budget():
-    core = make_core(Info(), max_num_batched_tokens=8, block_size=4)
+    core = make_core(Info(), max_num_batched_tokens=8, block_size=4, short_prompt_share=0)
     add(core, 1, [1, 2, 3], max_tokens=20, ignore_eos=True)
     assert scheduled(core) == [(1, 3)]
     add(core, 2, list(range(1, 31)), max_tokens=20, ignore_eos=True)

@@ -20,6 +20,7 @@ memory_policies = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["recompute", "swap"]),
         "swap_space": st.just("1MiB"),
         "shared_step_rows": st.sampled_from([None, 1, 2, 4]),
+        "short_prompt_share": st.sampled_from([0, 0.25, 0.9]),
     }
 )
 host_blocks = st.sampled_from([0, 1, 5, 1000])

@@ -12,7 +12,8 @@ import pytest
 from inflight.engine.messages import RequestFailed
 from inflight.grammars import guidance
 from inflight.grammars.guidance import GuidanceGrammars
-from inflight.grammars.regex_size import MAX_SHORTEST_MATCH, check_regex, check_regexes_of_lark
+from inflight.grammars.lark_size import check_lark
+from inflight.grammars.regex_size import MAX_SHORTEST_MATCH, check_regex
 from inflight.grammars.spec import BEYOND_LIMITS, GrammarSpec
 
 from .conftest import DEMO, EOS, VOCAB
@@ -37,6 +38,9 @@ def as_schema(**schema: object) -> GrammarSpec:
         GrammarSpec("structural_tag", json.dumps({"format": {"type": "regex", "pattern": NESTED}})),
         GrammarSpec("grammar", f'start: "/" A "/"\nA: /{NESTED}/'),
         GrammarSpec("json_schema", "{}", NESTED),
+        GrammarSpec("grammar", 'start: A\nA: ((("a"{1000}){1000}){1000})'),
+        GrammarSpec("grammar", "start: d\nd: c{1000}\nc: B{1000}\nB: /a/{1000}"),  # hours, and no other thread runs
+        GrammarSpec("grammar", 'root ::= "x" | [a-z]{99999}'),
     ],
     ids=lambda spec: f"{spec.kind} {spec.text[:20]}",
 )
@@ -74,15 +78,43 @@ def test_the_length_of_the_shortest_match(pattern: str, shortest: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", ["[", "(", "\\", "{1", "(?<", r"\/", "/", '"', "[[:a:]", ")", "a{99999999999}", "|", "?"]
+    "piece",
+    [
+        *("[", "(", "\\", "{1", "(?<", r"\/", "/", '"', "[[:a:]", ")", "a{99999999999}", "|", "?"),
+        *("%json {", '%json {"a":[', "a: b\n", "a[", "~", "..", "start: a a\na: start\n", " \n", "x::y("),
+    ],
 )
 def test_the_check_of_a_hostile_text_takes_time_in_proportion_to_its_length(piece: str) -> None:
     """An expression that goes back over its text takes minutes here."""
-    for check in (check_regex, check_regexes_of_lark):
+    for check in (check_regex, check_lark):
         began = time.process_time()
         with contextlib.suppress(ValueError):
             check(piece * (131072 // len(piece)))
         assert time.process_time() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("rules", "shortest"),
+    [
+        ("start: A b?\nA: /x{2}/i 'yz'\nb: A*", 4),
+        ('start: "a"i ("bc" | "d"{3} A)\ni: "long text"\nA: "\\x41\\u{1F600}\\ud83d\\ude00\\n"', 3),
+        ("start: A~2..9 B{2,} // c c\nA: /ab/\nB: /a+/\n%ignore /a{99}/\nc: /a{99}/", 6),
+        ('start[lazy, stop="]:"]: A | start A\nA.2: "a".."z" /bc?/ & /d{99}/ | ~/e{9}/ /fgh/', 2),
+        ('?start: a::0x0\n a::_: "x" a::incr(_) %if lt(_, 5)\n | "" %if eq(_, 5)', 0),
+        ('start: b <tool> %json {"const": "start: x{99}"} "a" -> name\nb: "x" | b b', 2),
+        ('root ::= "a" [^"]{3} name-2 # "c"\nname-2 ::= "b" | root root', 5),
+        ("start: x y\ny: unknown", 0),
+    ],
+)  # fmt: skip
+def test_the_length_of_the_shortest_answer(rules: str, shortest: int) -> None:
+    if shortest:
+        times = MAX_SHORTEST_MATCH // shortest
+        first, becomes = ("root", "::=") if "::=" in rules else ("start", ":")
+        check_lark(f"{rules}\nwhole {becomes} {first}{{{times}}}")
+        with pytest.raises(ValueError, match="more than 32768 characters"):
+            check_lark(f"{rules}\nwhole {becomes} {first}{{{times + 1}}}")
+    else:
+        check_lark(f"{rules}\nz: start{{999999}}")
 
 
 @pytest.mark.parametrize("pattern", [".*" * 200, "(a+){1000}"], ids=["any text", "runs"])

@@ -80,18 +80,21 @@ class OrderPolicy(RequestQueue, Rank, Protocol):
 class UrgencyPolicy(Protocol):
     """Which waiting requests start before the running ones get their tokens of a step, even in place of some."""
 
-    def next_requests(self, running: Sequence[Request]) -> list[Request]:
-        """Waiting requests in order; the scheduler stops at the first that outranks no running request."""
+    def next_requests(self, running: Sequence[Request]) -> Iterator[Request]:
+        """Waiting requests in the order in which to ask for them; lazily, since `running` changes on the way."""
+
+    def grant(self, request: Request, missing: int, limit: int) -> int:
+        """As of a `BudgetPolicy`, which it asks: with how many tokens such a request starts; 0 passes it over."""
 
     def giving_way(
         self,
         request: Request,
         prefix: Sequence[int],
         beside: Sequence[Request],
-        victims: Sequence[Request],
+        running: Sequence[Request],
         pool: KVPool,
     ) -> Sequence[Request]:
-        """The `victims` to preempt until `request`, which outranks them all, has room; none if all are not enough.
+        """The running requests to preempt until `request` has room; none if all that may give way are not enough.
 
         Args:
             prefix: the blocks that the prefix cache would give it.
@@ -173,7 +176,7 @@ class Policies:
     """One answer to each of the scheduler's questions; `defaults.py` has the simplest ones.
 
     Attributes:
-        urgency: None: no waiting request displaces a running one.
+        urgency: None: running requests get their tokens first.
         draft_counts: of `drafter`.
         listeners: receive the events; they include the policies that learn from them.
     """

@@ -14,7 +14,7 @@ from inflight.engine.drafting.lookup_drafter import LookupGuesser
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.events import EngineListener
 from inflight.engine.host_swap import SwapSpace
-from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies
+from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
 from inflight.engine.policies.defaults import FcfsOrder, FreeBlocksAdmission, StaticBudget
@@ -24,6 +24,7 @@ from inflight.engine.policies.grammar_admission import GrammarAdmission
 from inflight.engine.policies.memory_admission import PredictedPeakAdmission
 from inflight.engine.policies.recompute_cost import LearnedRecomputeCost
 from inflight.engine.policies.row_shares import make_turns
+from inflight.engine.policies.short_prompts import ShortPromptsFirst
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.policies.urgency import OutrankingFirst
 from inflight.engine.policies.victims import make_victim
@@ -72,7 +73,7 @@ def make_policies(
         admission=admission,
         turns=make_turns(config),
         budget=budget,
-        urgency=OutrankingFirst(order, admission) if config.scheduling_policy == "priority" else None,
+        urgency=_make_urgency(config, order, admission, budget, listeners),
         drafter=None if drafter is None else SafeDrafter(drafter),
         draft_counts=counts,
         listeners=[*listeners, in_time],
@@ -120,6 +121,25 @@ def _make_budget(config: EngineConfig, listeners: list[EngineListener]) -> Budge
     weighed = WeighedPrompts(budget, config.step_tokens)
     listeners.append(weighed)
     return weighed
+
+
+def _make_urgency(
+    config: EngineConfig,
+    order: OrderPolicy,
+    admission: AdmissionPolicy,
+    budget: BudgetPolicy,
+    listeners: list[EngineListener],
+) -> UrgencyPolicy | None:
+    """Under any policy but fcfs the operator has decided who goes first."""
+    if config.scheduling_policy == "priority":
+        return OutrankingFirst(order, admission, budget)
+    share = config.short_prompt_share
+    if config.scheduling_policy != "fcfs" or not share:
+        return None
+    sizes = config.step_tokens, config.max_num_seqs
+    short = ShortPromptsFirst(order, budget, share, *sizes, in_order=bool(config.tenants))
+    listeners.append(short)
+    return short
 
 
 def _make_drafter(

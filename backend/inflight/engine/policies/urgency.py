@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.base import AdmissionPolicy, OrderPolicy
+from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy
 from inflight.engine.request import Request
 
 __all__ = ["OutrankingFirst"]
@@ -20,27 +20,34 @@ class OutrankingFirst:
     Args:
         order: decides which requests outrank which.
         admission: decides whether there is room.
+        budget: decides how many tokens they get.
     """
 
-    def __init__(self, order: OrderPolicy, admission: AdmissionPolicy) -> None:
+    def __init__(self, order: OrderPolicy, admission: AdmissionPolicy, budget: BudgetPolicy) -> None:
         self._order = order
         self._admission = admission
+        self.grant = budget.grant
 
-    def next_requests(self, running: Sequence[Request]) -> list[Request]:
+    def next_requests(self, running: Sequence[Request]) -> Iterator[Request]:
+        """Up to the first that outranks no running request."""
         first = self._order.next_requests(1)
         if not first or next(self._order.outranked(first[0], running), None) is None:
-            return []  # the usual case, quickly recognised
-        return self._order.next_requests(_LOOK_AHEAD)
+            return  # the usual case, quickly recognised
+        for request in self._order.next_requests(_LOOK_AHEAD):
+            if next(self._order.outranked(request, running), None) is None:
+                return
+            yield request
 
     def giving_way(
         self,
         request: Request,
         prefix: Sequence[int],
         beside: Sequence[Request],
-        victims: Sequence[Request],
+        running: Sequence[Request],
         pool: KVPool,
     ) -> Sequence[Request]:
         """One victim, if its blocks are enough, which is usual; else all.  Any victim frees a slot."""
+        victims = list(self._order.outranked(request, running))
         for enough in (victims[:1], victims):
             if self._admission.admits(request, prefix, beside, _PoolWithout(pool, enough)) is True:
                 return enough
