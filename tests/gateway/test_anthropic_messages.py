@@ -358,7 +358,7 @@ async def test_an_error_in_the_middle_is_an_event(start):
 
 
 async def test_pings_keep_a_silent_stream_alive(start):
-    """Before the first token, too: Claude Code's prompts take long on a slow machine."""
+    """Before the first token, too."""
     ready = asyncio.Event()
     front = await start(lambda request: [ready, *text("a")], keep_alive_seconds=0.01)
     received = ""
