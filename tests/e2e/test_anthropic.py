@@ -83,3 +83,16 @@ async def test_the_tokens_of_a_response_are_counted(server: TritonServer) -> Non
         counted = (await http.post("/v1/responses/input_tokens", json=prompt)).json()
         usage = (await http.post("/v1/responses", json={**prompt, "max_output_tokens": 2})).json()["usage"]
     assert counted == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+
+
+async def test_claude_code_is_told_that_a_prompt_is_too_long(server: TritonServer) -> None:
+    async with opened(server) as http:
+        asked = {**ASKED, "messages": [{"role": "user", "content": "the list of names " * 1000}]}
+        counted = (await http.post("/v1/messages/count_tokens", json=asked)).json()["input_tokens"]
+        refused = await http.post("/v1/messages", json={**asked, "stream": True})
+        far = {**ASKED, "messages": [{"role": "user", "content": "the list of names " * 50_000}]}
+        refused_at_sight = await http.post("/v1/messages", json=far)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.startswith(f"prompt is too long: {counted} tokens > 2047 maximum; ")
+    assert refused_at_sight.json()["error"]["message"].startswith("prompt is too long; the prompt has ")

@@ -254,6 +254,9 @@ async def test_the_last_message_of_the_assistant_is_continued(start):
     assert answer.json()["content"] == [{"type": "text", "text": " Oslo"}]
     chat = front.client.requests[0].chat
     assert chat["continue_final_message"] is True and chat["add_generation_prompt"] is False
+    await front.post("/v1/messages", {**HI, "messages": [*HI["messages"], {"role": "assistant", "content": []}]})
+    assert front.client.requests[1].messages == HI["messages"], "there is nothing to continue"
+    assert "continue_final_message" not in front.client.requests[1].chat
 
 
 async def test_output_config_constrains_the_text(start):
@@ -289,6 +292,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         },
         r"messages\[2\].content\[0\].content\[0\]: parts of type 'image'",
     ),
+    ({"messages": [{"role": "assistant", "content": ""}]}, "messages: a message with text"),
     ({"messages": [*HI["messages"], CALLED]}, r"messages\[1\]: the results of its tool_use blocks"),
     ({"system": [IMAGE]}, r"system\[0\]: parts of type 'image'"),
     ({"system": {"a": 1}}, "system: a string or a list"),
@@ -354,7 +358,7 @@ async def test_an_error_in_the_middle_is_an_event(start):
 
 
 async def test_pings_keep_a_silent_stream_alive(start):
-    """Before the first token, too: Claude Code's prompts take long on a slow machine."""
+    """Before the first token, too."""
     ready = asyncio.Event()
     front = await start(lambda request: [ready, *text("a")], keep_alive_seconds=0.01)
     received = ""

@@ -99,6 +99,10 @@ def _messages(body: CountTokensBody) -> list[_Message]:
             _add(found, {"role": "user", "content": f"<system>\n{text}\n</system>"})
         else:
             raise _wrong(where, "an object with content and the role user, assistant or system is expected")
+    if found[-1] == {"role": "assistant", "content": ""}:  # nothing to continue
+        found.pop()
+    if not found:
+        raise _wrong("messages", "a message with text is expected")
     return found
 
 
