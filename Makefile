@@ -91,7 +91,7 @@ $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 # Without an NVIDIA GPU torch's CPU wheels save gigabytes; if their index cannot be reached, the next command
 # installs torch from PyPI.
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
-	@echo "installing inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
+	@echo "installing triton-inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
 	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
 	  echo "cannot reach the index of torch's CPU wheels; installing torch from PyPI"

@@ -115,8 +115,8 @@ class Run:
 
     def __init__(self, llm: Any, prompts: list[list[int]], params: list[Any]) -> None:
         self._llm = llm
-        requests = llm._submit([{"prompt_token_ids": prompt} for prompt in prompts], params)
-        self._results = [request.result for request in requests.values()]
+        requests = llm.engine.submit([(None, prompt) for prompt in prompts], params, lambda request: None)
+        self._results = [request.result for request in requests]
         self.seconds = 0.0
 
     @property
@@ -133,7 +133,7 @@ class Run:
 
     def step(self) -> None:
         start = time.perf_counter()
-        self._llm._step()
+        self._llm.engine.step()
         self.seconds += time.perf_counter() - start
 
 
@@ -148,8 +148,9 @@ class Bench:
         self.on = [LLM(str(checkpoint), **options, speculative_config={"method": method}) for _ in range(2)]
         self.off = [copy.copy(llm) for llm in self.on]
         for llm in self.off:
-            llm._open = {}
-            llm.core = make_core(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
+            llm.engine = copy.copy(llm.engine)
+            llm.engine._open = {}
+            llm.engine.core = make_core(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
         self.texts = texts_of(checkpoint)
         self.watch = Stopwatch(self.on)
         settle_garbage_collector()

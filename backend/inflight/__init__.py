@@ -1,6 +1,6 @@
 """Inflight: continuous batching for Hugging Face language models on NVIDIA Triton.
 
-`LLM`, `SamplingParams` and `grammar` are the in-process API; importing the package alone loads no torch.
+`LLM`, `AsyncLLM`, `SamplingParams` and `grammar` are the in-process API; importing the package alone loads no torch.
 """
 
 from __future__ import annotations
@@ -8,17 +8,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from inflight.engine.sampling_params import SamplingParams
     from inflight.frontend.request.structured_outputs import grammar
-    from inflight.llm import LLM
+    from inflight.in_process.async_llm import AsyncLLM
+    from inflight.in_process.llm import LLM
+    from inflight.in_process.outputs import CompletionOutput, Logprob, RequestOutput
+    from inflight.in_process.params import SamplingParams
 
-__all__ = ["LLM", "SamplingParams", "__version__", "grammar"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+    "grammar",
+]
 
 __version__ = "0.1.0"
 
 _MODULES = {
-    "LLM": "inflight.llm",
-    "SamplingParams": "inflight.engine.sampling_params",
+    "AsyncLLM": "inflight.in_process.async_llm",
+    "CompletionOutput": "inflight.in_process.outputs",
+    "LLM": "inflight.in_process.llm",
+    "Logprob": "inflight.in_process.outputs",
+    "RequestOutput": "inflight.in_process.outputs",
+    "SamplingParams": "inflight.in_process.params",
     "grammar": "inflight.frontend.request.structured_outputs",
 }
 _BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers"}
@@ -41,5 +56,5 @@ def __getattr__(name: str) -> Any:
         if missing not in _BACKEND_EXTRA:
             raise
         raise ImportError(
-            f"inflight.{name} needs {missing}, which is not installed: pip install 'inflight[backend]'"
+            f"inflight.{name} needs {missing}, which is not installed: pip install 'triton-inflight[backend]'"
         ) from None

@@ -43,6 +43,17 @@ def test_the_image_installs_what_backend_and_gateway_need() -> None:
     assert '"numpy<2"' in text
 
 
+def test_no_message_names_the_distribution_of_someone_else() -> None:
+    """PyPI's `inflight` is another project; this one is `triton-inflight`, and its packages keep their names."""
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "triton-inflight"
+    named = re.compile(r"""pip install [^\n`]*?(?<![\w/.-])inflight(?:\[|['"\s]|$)""", re.MULTILINE)
+    folders = [ROOT / name for name in ("backend", "client", "gateway", "tools", "docs", "deploy", "loadtest", "bench")]
+    files = [ROOT / "README.md", ROOT / "Dockerfile", ROOT / "Makefile"]
+    files += [file for folder in folders for file in folder.rglob("*") if file.suffix in {".py", ".md", ".sh", ".yaml"}]
+    assert named.search("pip install 'inflight[server]'") and not named.search("pip install 'triton-inflight[server]'")
+    assert [file.name for file in files if named.search(file.read_text(encoding="utf-8"))] == []
+
+
 def test_the_image_compiles_the_kernels_and_takes_none_from_the_checkout() -> None:
     text = (ROOT / "Dockerfile").read_text()
     compile_stage, image = text.split("\nFROM nvcr.io")

@@ -10,7 +10,8 @@ BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 # The rooms of the seams; loading and kernels look at modules of transformers, whose attributes are theirs to have.
 SEAMS = [
     *(BACKEND / room for room in ("engine", "runner", "sampling", "attention", "ops", "device")),
-    *(BACKEND / name for name in ("worker.py", "llm.py")),
+    BACKEND / "in_process" / "local_engine.py",
+    BACKEND / "worker.py",
 ]
 # Plain data may be told apart: an answer, a message, an error.
 DATA = {

@@ -14,12 +14,13 @@ import pytest
 import torch
 from engine_rig import HalfRightRunner, Info, PagedHashRunner
 
-from inflight import LLM, llm, worker
+from inflight import LLM, worker
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.drafting.draft_model import ModelGuesser
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.in_process import local_engine
 from inflight.runner import pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -171,7 +172,7 @@ def test_every_option_builds_the_same_engine_served_and_in_process(monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     tokenizer = Tokenizer.load(DEMO)
     monkeypatch.setattr(Tokenizer, "load", lambda *args, **options: tokenizer)
-    for module in (llm, pipeline):
+    for module in (local_engine, pipeline):
         monkeypatch.setattr(module, "make_runner", make_hash_runner)
     default = None
     for name, options in OTHER.items():

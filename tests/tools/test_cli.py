@@ -17,6 +17,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+import inflight
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools import cli, foreground, launcher
 from inflight_tools.installation import find_wheel
@@ -51,6 +52,13 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
 
 
 @pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "config.pbtxt").touch()
+    return tmp_path
+
+
+@pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
     folder = tmp_path / "My Checkpoint"
     folder.mkdir()
@@ -65,11 +73,19 @@ def test_the_command_line_loads_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
+def test_the_version_and_the_short_form_of_help() -> None:
+    assert CliRunner().invoke(cli.app, ["--version"]).output == f"inflight {inflight.__version__}\n"
+    assert "Serve a checkpoint" in CliRunner().invoke(cli.app, ["serve", "-h"]).output
+
+
 def test_wrong_usage_is_one_line_and_status_2(
     servers: list[RecordingServer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for arguments, message in [
-        ([], "give --model, or --model-repository"),
+        ([], "give a model, or --model-repository"),
+        (["a/b", "--model", "a/c"], "'a/b' and --model 'a/c' both name a model: give one of them"),
+        (["--model-repository", "nowhere"], "--model-repository nowhere: no such directory"),
+        (["--model-repository", "."], "--model-repository .: no model there; `inflight init . --model"),
         (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory"),
         (["--model", "two words"], "model='two words': no such directory, and not a hub id"),
         (["--model", "."], "no config.json in that directory"),
@@ -99,7 +115,7 @@ def test_wrong_usage_is_one_line_and_status_2(
 
 
 def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, servers: list[RecordingServer]) -> None:
-    arguments = ["--model", str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
+    arguments = [str(checkpoint), "--max-num-seqs", "8", "--block-size", "16", "--dtype", "bfloat16"]
     arguments += ["--set", "seed=7", "--set", "enable_prefix_caching=false", "--set", "chat_template={{ x }}"]
     result = CliRunner().invoke(cli.app, ["serve", *arguments, "--port", "0", "--host", "127.0.0.2"])
     assert result.exit_code == 0, result.output
@@ -119,8 +135,8 @@ def test_serve_writes_only_what_differs_from_the_defaults(checkpoint: Path, serv
     }
 
 
-def test_serve_of_a_repository_loads_only_the_named_models(tmp_path: Path, servers: list[RecordingServer]) -> None:
-    arguments = ["--model-repository", str(tmp_path), "--load-model", "a", "--load-model", "b"]
+def test_serve_of_a_repository_loads_only_the_named_models(repository: Path, servers: list[RecordingServer]) -> None:
+    arguments = ["--model-repository", str(repository), "--load-model", "a", "--load-model", "b"]
     assert CliRunner().invoke(cli.app, ["serve", *arguments]).exit_code == 0
     assert servers[0].options["model_control_mode"] == "explicit"
     assert servers[0].options["load_models"] == ["a", "b"]
@@ -155,14 +171,14 @@ def test_init_writes_paths_that_survive_moving_the_repository(tmp_path: Path, mo
     assert (config.model, config.tokenizer) == (str(elsewhere / "weights" / "tiny"), str(elsewhere / "words"))
 
 
-def test_without_the_launchers_packages_the_command_line_says_what_to_install(tmp_path: Path) -> None:
+def test_without_the_launchers_packages_the_command_line_says_what_to_install(repository: Path) -> None:
     code = (
         "import sys; sys.modules['psutil'] = None\n"
         "from inflight_tools.cli import app; app(['serve', '--model-repository', sys.argv[1]])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code, str(repository)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    said = "inflight: psutil not found; it is needed to start a server: pip install 'inflight[server]'\n"
+    said = "inflight: psutil not found; it is needed to start a server: pip install 'triton-inflight[server]'\n"
     assert done.stderr == said
 
 
@@ -188,13 +204,13 @@ def _run(code: str, *arguments: str, **environment: str) -> subprocess.Popen[str
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
-def test_a_port_in_use_is_one_line_and_status_1(tmp_path: Path) -> None:
+def test_a_port_in_use_is_one_line_and_status_1(repository: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         result = CliRunner().invoke(
-            cli.app, ["serve", "--model-repository", str(tmp_path), "--http-port", str(port), "--grpc-port", "0"]
+            cli.app, ["serve", "--model-repository", str(repository), "--http-port", str(port), "--grpc-port", "0"]
         )
     assert result.exit_code == 1
     assert result.stderr.splitlines() == [
@@ -326,11 +342,11 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
     assert session_members(pid) == [] and not gateway.is_running()
 
 
-def test_serve_starts_a_gateway_beside_the_server(tmp_path: Path, servers: list[RecordingServer]) -> None:
+def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: list[RecordingServer]) -> None:
     RecordingServer.host, RecordingServer.admin_key = "127.0.0.1", "a-key-of-16-chars"  # type: ignore[attr-defined]
-    keys = tmp_path / "keys"
+    keys = repository / "keys"
     keys.write_text("# ours\nfile-key\n\n")
-    arguments = ["serve", "--model-repository", str(tmp_path), "--openai-port", "0", "--openai-workers", "2"]
+    arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
     asked = ["--strict", "--allowed-origin", "https://page.example"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -34,3 +37,46 @@ def test_a_wrong_address_of_metrics_ends_it(started: list[tuple[Any, Any]]) -> N
     ended = CliRunner().invoke(APP, ["--triton-metrics", "127.0.0.1:8002"])
     assert ended.exit_code == 2 and "expected a URL such as http://127.0.0.1:8002/metrics" in ended.output
     assert not started
+
+
+def test_a_busy_port_ends_it_with_one_line(started: list[tuple[Any, Any]]) -> None:
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = busy.getsockname()[1]
+        ended = CliRunner().invoke(APP, ["--port", str(port)])
+    said = f"inflight: port {port} (OpenAI) on 127.0.0.1: Address already in use; change --port (0 picks a free port)\n"
+    assert (ended.exit_code, ended.output) == (1, said)
+    assert not started
+
+
+def test_a_free_port_is_named(started: list[tuple[Any, Any]]) -> None:
+    ended = CliRunner().invoke(APP, ["--port", "0"])
+    ((_, server),) = started
+    assert server.port > 0 and f"http://127.0.0.1:{server.port}/v1" in ended.output
+
+
+STOPPED = """
+import signal, threading, time, os
+from inflight_gateway import server
+from inflight_tools.gateway import gateway
+import typer, uvicorn
+
+inner = uvicorn.Server.startup
+async def startup(self, *args, **kwargs):
+    await inner(self, *args, **kwargs)
+    os.kill(os.getpid(), signal.{name})
+uvicorn.Server.startup = startup
+app = typer.Typer()
+app.command()(gateway)
+app(["--port", "0"])
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_a_stop_signal_is_success(name: str) -> None:
+    """As its help says."""
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED.format(name=name)], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, (done.stdout, done.stderr)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import inflight
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
@@ -30,7 +31,7 @@ from inflight_tools.gateway import (
 )
 from inflight_tools.operator import drain, status
 from inflight_tools.ports import resolve_ports
-from inflight_tools.repository import default_name, parse_setting, resolve_model, write_entry
+from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
@@ -47,12 +48,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 _LOAD_TIMEOUT_SECONDS = 900.0
 
-_Model = Annotated[str | None, typer.Option(help="Hugging Face hub id or checkpoint directory.")]
-_Name = Annotated[str | None, typer.Option(help="Model name that clients use; by default derived from --model.")]
+_Name = Annotated[
+    str | None, typer.Option(help="Model name that clients use; by default derived from the checkpoint's.")
+]
 _MaxNumSeqs = Annotated[int | None, typer.Option(help="Maximum number of sequences in a step.")]
 _MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
 _MaxModelLen = Annotated[int | None, typer.Option(help="Maximum length of a request in tokens, prompt plus output.")]
@@ -76,9 +79,27 @@ _Unrestricted = Annotated[
 ]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"inflight {inflight.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server."""
+
+
 @app.command()
 def serve(
-    model: _Model = None,
+    checkpoint: Annotated[
+        str | None, typer.Argument(metavar="MODEL", help="Hugging Face hub id or checkpoint directory.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="The same as the argument MODEL.")] = None,
     name: _Name = None,
     max_num_seqs: _MaxNumSeqs = None,
     max_num_batched_tokens: _MaxNumBatchedTokens = None,
@@ -119,7 +140,7 @@ def serve(
     strict: Strict = False,
     trust_request_chat_template: TrustRequestChatTemplate = False,
 ) -> None:
-    """Serve a checkpoint, or a model repository, until Ctrl-C.
+    """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
@@ -139,10 +160,13 @@ def serve(
         "kv_cache_memory": kv_cache_memory,
         "gpu_memory_utilization": gpu_memory_utilization,
     }
+    if checkpoint is not None and model is not None:
+        fail(f"{checkpoint!r} and --model {model!r} both name a model: give one of them", status=2)
+    model = checkpoint if model is None else model
     with tempfile.TemporaryDirectory(prefix="inflight-repository-") as temporary:
         if model_repository is None:
             if model is None:
-                fail("give --model, or --model-repository for an existing repository", status=2)
+                fail("give a model, or --model-repository for an existing repository", status=2)
             if load_model:
                 fail("--load-model requires --model-repository", status=2)
             if trust_request_chat_template:
@@ -151,6 +175,8 @@ def serve(
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
             _reject_with_repository({"model": model, "name": name, **options, "set": set_})
+            with _usage_errors():
+                check_repository(model_repository)
         server = _server(
             model_repository or temporary,
             host=host,
@@ -268,7 +294,7 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     try:
         from inflight_tools.launcher import TritonServer
     except ModuleNotFoundError as error:
-        fail(f"{error.name} not found; it is needed to start a server: pip install 'inflight[server]'")
+        fail(f"{error.name} not found; it is needed to start a server: pip install 'triton-inflight[server]'")
     return TritonServer(model_repository, **options)
 
 

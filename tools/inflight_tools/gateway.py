@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from inflight_tools import admin
-from inflight_tools.terminal import fail
+from inflight_tools.ports import check_port, pick_ports
+from inflight_tools.terminal import fail, one_line_errors, stop_signals
 
 if TYPE_CHECKING:
     from inflight_gateway.options import GatewayOptions
@@ -73,7 +75,7 @@ def gateway(
         float, typer.Option(help="With --routing prefix: a Triton with this multiple of the mean load is passed over.")
     ] = 1.25,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 9000,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each uses at most one core.")] = 1,
     model: Annotated[
         list[str] | None, typer.Option(help="A model to list; repeatable.  By default all that take text.")
@@ -177,8 +179,20 @@ def gateway(
     except ValueError as error:
         fail(str(error), status=2)
     scheme = "https" if ssl_keyfile else "http"
-    typer.echo(f"OpenAI's API at {scheme}://{host}:{port}/v1, in front of {', '.join(options.triton)}; Ctrl-C stops it")
-    run(options, server)
+    with stop_signals(), one_line_errors():
+        chosen = _listening_port(host, port)
+        where = f"{scheme}://{host}:{chosen}/v1"
+        typer.echo(f"OpenAI's API at {where}, in front of {', '.join(options.triton)}; Ctrl-C stops it")
+        run(options, dataclasses.replace(server, port=chosen))
+
+
+def _listening_port(host: str, port: int) -> int:
+    """The port, or a free one for 0; raises LauncherError if it cannot be used."""
+    (free,) = pick_ports(1, host)
+    if port == 0:
+        return free
+    check_port(host, port, "OpenAI", "--port")
+    return port
 
 
 def gateway_options(**values: Any) -> GatewayOptions:
@@ -189,7 +203,7 @@ def gateway_options(**values: Any) -> GatewayOptions:
 
         return GatewayOptions(**values)
     except ModuleNotFoundError as error:
-        fail(f"{error.name} not found; the gateway needs it: pip install 'inflight[gateway]'")
+        fail(f"{error.name} not found; the gateway needs it: pip install 'triton-inflight[gateway]'")
     except ValueError as error:
         fail(str(error), status=2)
 

@@ -19,7 +19,7 @@ __all__ = ["LauncherError", "ServerDied", "TritonInstallation", "find_libpython"
 
 _OPT = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
-_INSTALL = "pip install 'inflight[server]'"
+_INSTALL = "pip install 'triton-inflight[server]'"
 
 
 class LauncherError(RuntimeError):

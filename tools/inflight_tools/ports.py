@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from inflight_tools.installation import LauncherError
 
-__all__ = ["pick_ports", "resolve_ports"]
+__all__ = ["check_port", "pick_ports", "resolve_ports"]
 
 
 def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -43,12 +43,13 @@ def resolve_ports(requested: Mapping[str, int | None], host: str) -> dict[str, i
         if port and fixed.count(port) > 1:
             raise LauncherError(f"port {port} is given to more than one service; change {option}")
         if port:
-            _check_port(host, port, service, option)
+            check_port(host, port, service, option)
     free = iter(pick_ports(len(wanted) - len(fixed), host))
     return {service: port or next(free) for service, port in wanted.items()}
 
 
-def _check_port(host: str, port: int, service: str, option: str) -> None:
+def check_port(host: str, port: int, service: str, option: str) -> None:
+    """Raise LauncherError if nothing can listen there; `service` and `option` are for the message."""
     if not 0 < port < 2**16:
         raise LauncherError(f"port {port} ({service}) must be between 0 and 65535; change {option}")
     with socket.socket(_family(host)) as sock:

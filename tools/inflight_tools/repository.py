@@ -16,6 +16,7 @@ from inflight.config import ConfigError, EngineConfig
 
 __all__ = [
     "CONFIG_PBTXT",
+    "check_repository",
     "default_name",
     "longest_drain",
     "parse_setting",
@@ -66,6 +67,16 @@ def resolve_model(model: str) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
         raise ConfigError(f"model={model!r}: no such directory, and not a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
     return model
+
+
+def check_repository(folder: Path) -> None:
+    """Raise ConfigError if Triton would find no model in `folder`."""
+    if not folder.is_dir():
+        raise ConfigError(f"--model-repository {folder}: no such directory")
+    if not any(path.is_dir() and any(path.iterdir()) for path in folder.iterdir()):
+        raise ConfigError(
+            f"--model-repository {folder}: no model there; `inflight init {folder} --model HUB_ID_OR_FOLDER` writes one"
+        )
 
 
 def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:

@@ -68,3 +68,11 @@ class BaseRunner:
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
         self.faults.fill_rows(out.new_rows)
+
+    def forget_steps(self) -> None:
+        """Wait for the device, and forget the steps that were launched and not collected.
+
+        For a core that is made anew after an interrupted step: its rows enter slots as new ones.
+        """
+        if self.draft_runner is not None:
+            self.draft_runner.forget_steps()

@@ -188,6 +188,15 @@ class DeviceRunner(BaseRunner):
         assert ticket.result is not None
         return ticket.result
 
+    def forget_steps(self) -> None:
+        super().forget_steps()
+        end = self.queue.event()
+        self.queue.submit(end.record)
+        end.synchronize()
+        self._in_flight.clear()
+        for buffers in self._ring:
+            buffers.owner = None
+
     def size_of(self, rows: StepRows) -> StepSize:
         """The sizes with which to launch a step: its graph's, or its own."""
         size = rows.size

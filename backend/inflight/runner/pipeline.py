@@ -31,6 +31,9 @@ class TwoPartRunner(Protocol):
     def execute(self, out: SchedulerOutput, inputs: Any) -> StepOutput:
         """Do the rest; steps come in order, always in one thread."""
 
+    def forget_steps(self) -> None:
+        """Wait for the device, and forget the steps that were launched and not collected."""
+
 
 class ThreadedRunner:
     """Executes steps in the thread of `device`, so that the next one can be made and prepared meanwhile."""
@@ -48,6 +51,12 @@ class ThreadedRunner:
 
     def collect(self, ticket: Future[StepOutput]) -> StepOutput:
         return ticket.result()
+
+    def forget_steps(self) -> None:
+        """Wait for the thread, and forget the steps that were launched and not collected."""
+        self._device.submit(self.runner.forget_steps).result()
+        if self.draft_runner is not None:
+            self.draft_runner.forget_steps()
 
 
 def placed(config: EngineConfig) -> EngineConfig:

@@ -74,7 +74,9 @@ def test_without_the_backends_packages_it_says_how_to_install_them(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "x.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr == "inflight: torch not found; calibrate runs the engine: pip install 'inflight[backend]'\n"
+    assert (
+        done.stderr == "inflight: torch not found; calibrate runs the engine: pip install 'triton-inflight[backend]'\n"
+    )
 
 
 def test_a_checkpoint_that_cannot_be_loaded_fails_with_its_reason(tmp_path):

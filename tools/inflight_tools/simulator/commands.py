@@ -56,7 +56,7 @@ def calibrate(
 
             core = measuring.load_engine(engine_config)
         except ModuleNotFoundError as error:
-            fail(f"{error.name} not found; calibrate runs the engine: pip install 'inflight[backend]'")
+            fail(f"{error.name} not found; calibrate runs the engine: pip install 'triton-inflight[backend]'")
         except RuntimeError as error:
             fail(str(error))
         profile = measuring.calibrate(core, output.stem, seconds, lambda line: typer.echo(line, err=True))

@@ -115,5 +115,5 @@ def make_router(name: str) -> Router:
         try:
             import inflight_gateway.affinity  # noqa: F401
         except ModuleNotFoundError as error:
-            raise ConfigError(f"router {name!r} needs {error.name}: pip install 'inflight[gateway]'") from None
+            raise ConfigError(f"router {name!r} needs {error.name}: pip install 'triton-inflight[gateway]'") from None
     return ROUTERS[name]()

@@ -1,12 +1,7 @@
 """Limits of one request: the `max_*` keys of `model.json` that concern requests.  No torch, no Triton.
 
-<<<<<<< HEAD
 Each cost of a request is bounded by a limit, or shared in turns with other requests;
 docs/operations/fair-shares.md lists both.
-=======
-These bound the cost of a request, or it takes its turn with the others;
-docs/operations/fair-shares.md says which.
->>>>>>> bd897d9
 """
 
 from __future__ import annotations

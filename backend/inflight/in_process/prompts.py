@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Union
 
+from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["Prompt", "is_prompt", "read_prompt"]
+__all__ = ["Conversation", "Prompt", "is_conversation", "is_prompt", "read_chat", "read_prompt"]
 
 # A text; token ids; or one of the two in a dict, as vLLM's `TextPrompt` and `TokensPrompt`:
 # {"prompt": "..."} or {"prompt_token_ids": [...]}, where "prompt" can accompany the ids for the record.
 Prompt = Union[str, Sequence[int], Mapping[str, Any]]
+
+# Messages such as {"role": "user", "content": "..."}, as in OpenAI's API.
+Conversation = Sequence[Mapping[str, Any]]
 
 
 def is_prompt(value: Any) -> bool:
@@ -32,6 +37,31 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int
     if isinstance(prompt, Mapping):
         return _read_mapping(prompt, tokenizer)
     return None, _ids("a prompt", prompt)
+
+
+def is_conversation(value: Any) -> bool:
+    """Whether this is one conversation and not a collection of conversations."""
+    return isinstance(value, Sequence) and bool(value) and isinstance(value[0], (Mapping, str))
+
+
+def read_chat(
+    conversation: Any, options: Mapping[str, Any], template: ChatTemplate, tokenizer: Tokenizer
+) -> tuple[str, list[int]]:
+    """The prompt of a conversation, and its token ids.
+
+    Args:
+        options: other keys of the input `messages` (`frontend/chat/chat_messages.py`).
+
+    Raises:
+        ChatTemplateError: there is no template, or it rejects the conversation.
+        ValueError: the conversation is not made of JSON's types, or there is no tokenizer.
+    """
+    try:
+        chat = json.dumps({"messages": conversation, **options})
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a conversation is made of dicts, lists, texts and numbers: {error}") from None
+    text = template.render(chat)
+    return text, tokenizer.encode(text, add_special_tokens=False)  # the template spells out the special tokens
 
 
 def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str | None, list[int]]:

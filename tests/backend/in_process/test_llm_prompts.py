@@ -22,7 +22,7 @@ from inflight.frontend.request.parser import RequestParser
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 from inflight.hub import CheckpointFileError, checkpoint_file
 
-DEMO = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
+DEMO = Path(__file__).parents[3] / "model_repository" / "demo" / "1" / "checkpoint"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 OPTIONS = dict(dtype="float32", kv_cache_memory="16MiB", max_model_len=128)
 
@@ -87,7 +87,7 @@ class TestPrompts:
         ]:
             with pytest.raises(ValueError, match=message):
                 llm.generate(prompts, GREEDY)
-            assert not llm.core.has_work and not llm._open
+            assert not llm.core.has_work and not llm.engine.has_open
 
 
 GIVEN = dict(temperature=0.0, top_k=3, max_new_tokens=5, do_sample=True, eos_token_id=[0])
@@ -97,7 +97,7 @@ class TestDefaults:
     def test_of_the_checkpoint_are_those_of_generate_without_parameters(self, tmp_path: Path) -> None:
         path = demo_copy(tmp_path / "demo", **GIVEN)
         llm = LLM(str(path), **OPTIONS)
-        assert llm._defaults == SamplingParams(temperature=0.0, top_k=3, max_tokens=5)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, top_k=3, max_tokens=5)
         first = llm.generate("Return a list of")[0].outputs[0].token_ids
         assert first == llm.generate("Return a list of")[0].outputs[0].token_ids
         assert len(first) <= 5

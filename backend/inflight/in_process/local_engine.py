@@ -1,0 +1,297 @@
+"""An engine in this process: a checkpoint, a core and a tokenizer, for callers in any thread."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.assembly import make_core
+from inflight.engine.core import EngineCore
+from inflight.engine.held_requests import HELD_POLL_SECONDS
+from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
+from inflight.engine.step_trace import StepTrace, make_trace
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.errors import RequestError
+from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
+from inflight.frontend.request.generation_config import generation_defaults
+from inflight.frontend.request.limits import Limits
+from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_logprobs
+from inflight.in_process.params import SamplingParams, engine_params
+from inflight.in_process.turns import InterruptLater, TurnLock
+from inflight.runner.pipeline import make_runner, placed
+
+__all__ = ["LocalEngine", "OpenRequest"]
+
+
+@dataclass
+class OpenRequest:
+    """A request in progress: the caller's result, and the text of its sequences.
+
+    Attributes:
+        advanced: called, in the thread that steps, after each step that advanced it, with the last one or its failure.
+        failure: why the engine gave it up.
+    """
+
+    request_id: int
+    result: RequestOutput
+    sequences: list[SequenceOutput]
+    tokenizer: Tokenizer
+    advanced: Callable[[OpenRequest], None]
+    failure: RequestFailed | None = None
+
+    def check(self) -> None:
+        """Raise RequestError if the engine gave it up."""
+        if self.failure is not None:
+            raise RequestError(self.failure.code, self.failure.message)  # type: ignore[arg-type]
+
+    def take(self, delta: SequenceDelta) -> bool:
+        """Process a delta; True if a stop string ended its sequence, which the caller must then abort."""
+        if delta.index == 0:
+            if delta.num_cached_tokens is not None:
+                self.result.num_cached_tokens = delta.num_cached_tokens
+            if delta.prompt_logprobs is not None:
+                named = named_logprobs(delta.prompt_logprobs, self.tokenizer)
+                self.result.prompt_logprobs = [*(self.result.prompt_logprobs or []), *named]
+        output, sequence = self.result.outputs[delta.index], self.sequences[delta.index]
+        if output.finish_reason is not None:
+            return False
+        sequence.advance(delta)
+        output.text += sequence.take_text()
+        token_ids = sequence.take_token_ids()
+        output.token_ids += token_ids
+        output.finish_reason = sequence.finish_reason
+        output.stop_reason = sequence.stop_reason
+        if output.logprobs is not None and delta.logprobs is not None:
+            output.logprobs += named_logprobs(delta.logprobs[: len(token_ids)], self.tokenizer)
+            output.cumulative_logprob = sequence.cumulative_logprob
+        return sequence.ended_by_stop
+
+
+class LocalEngine:
+    """The engine behind `LLM` and `AsyncLLM`.
+
+    Threads take turns.  After an exception within a turn (of a signal handler, of another thread or of the device) the
+    next turn makes the core anew: the checkpoint stays, open requests and the prefix cache are lost.
+
+    Args:
+        caller: for errors, such as "LLM()".
+        model: checkpoint directory or hub id.
+        options: other keys of `EngineConfig`.
+
+    Attributes:
+        config: with the device that was found.
+        core: the engine; another one after an interrupted turn.
+        trace: its step trace, if `step_trace` asks for one.
+        chat: the checkpoint's chat template.
+        defaults: parameters of a request without any.
+
+    Raises:
+        ConfigError, LoadError: the options or the checkpoint cannot be used.
+    """
+
+    def __init__(self, caller: str, model: str, options: dict[str, Any]) -> None:
+        config = EngineConfig.from_dict({"model": model, "max_queue_size": 0, **options}, source=caller)
+        self.config = placed(config)
+        if self.config.download_dir is not None:
+            raise ConfigError(f"{caller}: download_dir is for Triton; set HF_HUB_CACHE before Python starts")
+        self.tokenizer = Tokenizer.load(
+            self.config.tokenizer_source,
+            revision=self.config.tokenizer_source_revision,
+            trust_remote_code=self.config.trust_remote_code,
+            required=self.config.tokenizer is not None,
+        )
+        self.defaults = SamplingParams(
+            **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
+        )
+        self._runner = make_runner(self.config)
+        self.core, self.trace = self._new_core()
+        self.chat: ChatTemplate | None = None
+        self._info = self._runner.info
+        self._limits = Limits(self.config, self._info.vocab_size)
+        self._ids = itertools.count()
+        self._pid = os.getpid()
+        self._open: dict[int, OpenRequest] = {}
+        self._turns = TurnLock()
+        self._interrupted = ""  # what left a turn half done
+        self._closed = False
+        self._unwanted: deque[int] = deque()
+
+    @property
+    def has_open(self) -> bool:
+        """Whether a request has not ended."""
+        return bool(self._open)
+
+    def submit(
+        self,
+        prompts: Sequence[tuple[str | None, list[int]]],
+        params: Sequence[SamplingParams],
+        advanced: Callable[[OpenRequest], None],
+    ) -> list[OpenRequest]:
+        """Queue requests: all, or none.
+
+        Args:
+            prompts: text, if known, and token ids of each.
+            params: one for each.
+            advanced: see `OpenRequest`.
+
+        Raises:
+            ValueError: a request cannot be served.
+            RuntimeError: see `_turn`.
+        """
+        asked = []
+        for (text, token_ids), given in zip(prompts, params):
+            if not isinstance(given, SamplingParams):
+                raise ValueError(f"sampling_params of type {type(given).__name__}: give inflight.SamplingParams")
+            sampling = engine_params(given, self.tokenizer, self._info.max_model_len - len(token_ids))
+            self._limits.check_params(sampling)
+            asked.append((text, token_ids, sampling))
+        requests: list[OpenRequest] = []
+        refused = None
+        with self._turn():
+            for text, token_ids, sampling in asked:
+                request_id = next(self._ids)
+                wants_logprobs = sampling.logprobs is not None
+                request = ParsedRequest(AddRequest(request_id, token_ids, sampling), shows_logprobs=wants_logprobs)
+                refused = self.core.add_request(request.engine_request)
+                if refused is not None:
+                    self._end(requests)
+                    break
+                outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
+                result = RequestOutput(text, token_ids, outputs, request_id=str(request_id))
+                sequences = sequence_outputs(request, self.tokenizer)
+                opened = OpenRequest(request_id, result, sequences, self.tokenizer, advanced)
+                self._open[request_id] = opened
+                requests.append(opened)
+        if refused is not None:
+            raise ValueError(refused.message)
+        return requests
+
+    def step(self) -> None:
+        """One step for all open requests.
+
+        Raises:
+            RuntimeError: see `_turn`.
+        """
+        with self._turn():
+            if self._open:
+                self._take(self.core.step())
+            only_holds = self.core.only_holds
+        if only_holds:
+            time.sleep(HELD_POLL_SECONDS)
+
+    def abort(self, requests: Iterable[OpenRequest]) -> None:
+        """End requests now; ended ones are ignored."""
+        if not self._closed:
+            with self._turn():
+                self._end(requests)
+
+    def abort_later(self, request: OpenRequest) -> None:
+        """End a request at the next turn, without waiting for one."""
+        self._unwanted.append(request.request_id)
+
+    def description(self) -> str:
+        """The model and what the engine made of its options, as keyword arguments."""
+        if self._closed:
+            return f"{self.config.model!r}, closed"
+        config, info = self.config, self._info
+        return (
+            f"{config.model!r}, device={info.device!r}, dtype={info.dtype!r}, max_model_len={info.max_model_len}, "
+            f"max_num_seqs={config.max_num_seqs}, block_size={config.block_size}, num_blocks={info.num_blocks}"
+        )
+
+    def close(self) -> None:
+        """Free the checkpoint's memory; open requests fail.  Safe to repeat."""
+        if self._closed:
+            return
+        with self._turns:
+            self._closed = True
+            self._fail_all(f"{self.config.model} was closed")
+            if self.chat is not None:
+                self.chat.close()
+            del self.core, self.trace, self._runner
+        gc.collect()  # the model's modules refer to each other
+
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat template, or the one that `chat_template` in the options gives."""
+        if self.chat is None:
+            self.chat = ChatTemplate.load(
+                self.config.tokenizer_source,
+                revision=self.config.tokenizer_source_revision,
+                override=self.config.chat_template,
+                seconds=self.config.chat_template_timeout,
+            )
+            self.chat.check()
+        return self.chat
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time; after an exception inside, the next turn makes the core anew.
+
+        Raises:
+            RuntimeError: this process was forked from the one that made the engine, or the engine is closed.
+        """
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"this LLM belongs to the process that made it ({self._pid}): a forked one has none of its threads and "
+                'would hang; make the LLM there, in a process started with multiprocessing\'s "spawn" method'
+            )
+        with self._turns, InterruptLater():
+            if self._closed:
+                raise RuntimeError(f"this LLM is closed: make another one for {self.config.model}")
+            try:
+                if self._interrupted:
+                    self._make_anew()
+                while self._unwanted:
+                    self._end_ids([self._unwanted.popleft()])
+                yield
+            except BaseException as error:
+                self._interrupted = f"{type(error).__name__}: {error}".rstrip(": ")
+                self._fail_all(f"another request's step was interrupted by {self._interrupted}: send it again")
+                raise
+
+    def _make_anew(self) -> None:
+        self._runner.forget_steps()
+        self.core, self.trace = self._new_core()
+        self._interrupted = ""
+
+    def _new_core(self) -> tuple[EngineCore, StepTrace | None]:
+        trace = make_trace(self.config, self._runner.info.num_blocks)
+        return make_core(self.config, self._runner, listeners=[] if trace is None else [trace]), trace
+
+    def _take(self, message: StepMessage) -> None:
+        advanced: dict[int, OpenRequest] = {}
+        for delta in message.deltas:
+            request = advanced[delta.request_id] = self._open[delta.request_id]
+            if request.take(delta):
+                self.core.abort(delta.request_id, delta.index)
+            if request.result.finished:
+                del self._open[delta.request_id]
+        for failure in message.failed:
+            request = advanced[failure.request_id] = self._open.pop(failure.request_id)
+            request.failure = failure
+        for request in advanced.values():
+            request.advanced(request)
+
+    def _end(self, requests: Iterable[OpenRequest]) -> None:
+        self._end_ids(request.request_id for request in requests)
+
+    def _end_ids(self, request_ids: Iterable[int]) -> None:
+        for request_id in request_ids:
+            self.core.abort(request_id)
+            self._open.pop(request_id, None)
+
+    def _fail_all(self, message: str) -> None:
+        for request_id, request in self._open.items():
+            request.failure = RequestFailed(request_id, "INTERNAL", message)
+            request.advanced(request)
+        self._open.clear()

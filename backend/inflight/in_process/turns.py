@@ -1,0 +1,84 @@
+"""Threads take turns at an engine that is not made for several, and an interrupt waits for the end of a turn."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections import deque
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["InterruptLater", "TurnLock"]
+
+
+class TurnLock:
+    """A lock that goes to the thread that has waited longest.
+
+    A thread that steps an engine gives its lock back and takes it again at once; `threading.Lock` would let it, and the
+    others would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._held = False
+        self._waiting: deque[threading.Lock] = deque()
+
+    def __enter__(self) -> None:
+        with self._mutex:
+            if not self._held:
+                self._held = True
+                return
+            gate = threading.Lock()
+            gate.acquire()
+            self._waiting.append(gate)
+        try:
+            gate.acquire()
+        except BaseException:  # an interrupt: the turn goes to the next thread
+            with self._mutex:
+                if gate in self._waiting:
+                    self._waiting.remove(gate)
+                    raise
+            self.__exit__()
+            raise
+
+    def __exit__(self, *exception: Any) -> None:
+        with self._mutex:
+            if self._waiting:
+                self._waiting.popleft().release()
+            else:
+                self._held = False
+
+
+class InterruptLater:
+    """Postpones the SIGINT (Ctrl-C) that arrives within the `with` block to its end; a second one takes effect at once.
+
+    Only Python's main thread receives signals; in any other thread this does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._handler: Any = None
+        self._received: tuple[int, FrameType | None] | None = None
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler):
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._receive)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        handler, self._handler = self._handler, None
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            if self._received is not None:
+                handler(*self._received)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._received is None:
+            self._received = number, frame
+            return
+        self._received = None
+        self._handler(number, frame)

@@ -1,0 +1,145 @@
+"""`AsyncLLM` and `LLM.chat`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inflight import LLM, AsyncLLM, SamplingParams
+from inflight.engine.integrity import check_core
+from inflight.frontend.chat.chat_messages import ChatTemplateError
+
+DEMO = str(Path(__file__).parents[3] / "model_repository" / "demo" / "1" / "checkpoint")
+TEMPLATE = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}{{ word }}"
+OPTIONS: dict[str, Any] = dict(dtype="float32", kv_cache_memory="16MiB", chat_template=TEMPLATE)
+PROMPTS = ["Return a list of", "Open the file and", "The default value is"]
+CHAT = [{"role": "user", "content": "Return a list of"}]
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    torch.set_num_threads(1)
+    with LLM(DEMO, **OPTIONS) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def async_llm() -> Iterator[AsyncLLM]:
+    torch.set_num_threads(1)
+    made = AsyncLLM(DEMO, **OPTIONS)
+    yield made
+    made.close()
+
+
+async def last(outputs: Any) -> Any:
+    texts = [""]
+    async for output in outputs:
+        assert output.outputs[0].text.startswith(texts[-1])
+        texts.append(output.outputs[0].text)
+    assert output.finished
+    return output
+
+
+def test_tasks_share_the_batch_and_get_the_tokens_of_llm(llm: LLM, async_llm: AsyncLLM) -> None:
+    expected = llm.generate(PROMPTS, GREEDY)
+
+    async def run() -> list[Any]:
+        return await asyncio.gather(*(last(async_llm.generate(prompt, GREEDY)) for prompt in PROMPTS))
+
+    for _ in range(2):  # each `run` has a loop of its own
+        found = asyncio.run(run())
+        assert [one.outputs[0].token_ids for one in found] == [one.outputs[0].token_ids for one in expected]
+        assert [one.outputs[0].text for one in found] == [one.outputs[0].text for one in expected]
+
+
+def test_an_output_does_not_change_after_it_was_given(async_llm: AsyncLLM) -> None:
+    async def run() -> None:
+        seen = [(output, len(output.outputs[0].token_ids)) async for output in async_llm.generate(PROMPTS[0], GREEDY)]
+        assert all(len(output.outputs[0].token_ids) == length for output, length in seen)
+
+    asyncio.run(run())
+
+
+def test_what_is_cancelled_or_closed_is_aborted(async_llm: AsyncLLM) -> None:
+    endless = SamplingParams(max_tokens=2000, ignore_eos=True)
+
+    async def run() -> None:
+        stream = async_llm.generate(PROMPTS[0], endless)
+        await anext(stream)
+        task = asyncio.ensure_future(last(async_llm.generate(PROMPTS[1], endless)))
+        await anext(stream)
+        await stream.aclose()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await last(async_llm.generate(PROMPTS[2], GREEDY))
+
+    asyncio.run(run())
+    async_llm.engine.step()  # the aborts have had their turn
+    assert not async_llm.engine.has_open
+    check_core(async_llm.engine.core)
+
+
+def test_errors_reach_the_task_that_caused_them(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        for prompt, params, message in [
+            ([], GREEDY, "the prompt is empty"),
+            (5, GREEDY, "a prompt of type int"),
+            ("a", "greedy", "sampling_params of type str"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                await anext(async_llm.generate(prompt, params))  # type: ignore[arg-type]
+        with monkeypatch.context() as patch:
+            patch.setattr(async_llm.engine.core, "step", lambda: 1 / 0)
+            with pytest.raises(Exception, match="interrupted by ZeroDivisionError"):
+                await last(async_llm.generate(PROMPTS[0], GREEDY))
+        await last(async_llm.generate(PROMPTS[0], GREEDY))
+
+    asyncio.run(run())
+
+
+def test_chats(llm: LLM, async_llm: AsyncLLM) -> None:
+    (one,) = llm.chat(CHAT, GREEDY)
+    assert one.prompt == "user: Return a list of\n"
+    assert one.prompt_token_ids == llm.tokenizer.encode(one.prompt, add_special_tokens=False)
+    both = llm.chat([CHAT, [*CHAT, {"role": "assistant", "content": "names"}]], GREEDY)
+    assert [result.prompt for result in both] == [one.prompt, one.prompt + "assistant: names\n"]
+    assert both[0].outputs[0].token_ids == one.outputs[0].token_ids
+    (varied,) = llm.chat(CHAT, GREEDY, chat_template_kwargs={"word": "Now"})
+    assert varied.prompt == one.prompt + "Now"
+    assert asyncio.run(last(async_llm.chat(CHAT, GREEDY))).outputs[0].token_ids == one.outputs[0].token_ids
+    with pytest.raises(ChatTemplateError, match="message 0 is not an object with a role"):
+        llm.chat([{"content": "a"}], GREEDY)
+    with pytest.raises(ValueError, match="a conversation is made of dicts"):
+        llm.chat([{"role": "user", "content": object()}], GREEDY)
+
+
+def test_progress(llm: LLM) -> None:
+    class Bar:
+        count, closed = 0, False
+
+        def __init__(self, total: int, desc: str) -> None:
+            bars.append(self)
+            self.total = total
+
+        def update(self, count: int) -> None:
+            self.count += count
+
+        def close(self) -> None:
+            self.closed = True
+
+    bars: list[Bar] = []
+    llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
+    assert [(bar.total, bar.count, bar.closed) for bar in bars] == [(3, 3, True)]
+    llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert len(bars) == 1
+
+
+def test_the_tokenizer_of_transformers(llm: LLM) -> None:
+    assert llm.get_tokenizer()(PROMPTS[0])["input_ids"] == llm.tokenizer.encode(PROMPTS[0])
