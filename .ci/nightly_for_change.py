@@ -29,7 +29,7 @@ ROOMS = {
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],
     "deploy/": ["tests/deploy", "tests/e2e/test_kubernetes.py"],
-    "gateway/": ["tests/gateway", "tests/e2e/test_fleet.py", "tests/e2e/test_openai_clients.py"],
+    "gateway/": ["tests/gateway", "tests/e2e/test_fleet.py", "tests/e2e/test_openai_clients.py", "tests/clients"],
     "loadtest/": ["tests/loadtest", "tests/e2e/test_soak.py"],
     "hatch_build.py": ["tests/backend/test_packaging.py"],
     "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
