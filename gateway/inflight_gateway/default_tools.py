@@ -37,6 +37,7 @@ _PROBE = "This is a system message."
 _known: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
 
 Message = dict[str, Any]
+_Turn = tuple[Message, list[str]]  # a message and its texts, joined at the end: there can be very many
 
 
 def with_tools(messages: Sequence[Message], tools: Sequence[Any], in_system: bool) -> list[Message]:
@@ -46,31 +47,32 @@ def with_tools(messages: Sequence[Message], tools: Sequence[Any], in_system: boo
         tools: that can be called; none: only the calls and results of the conversation are converted.
         in_system: describe the tools in a system message; else in the first message of the user.
     """
-    found: list[Message] = []
+    turns: list[_Turn] = []
     for message in messages:
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            _append(found, {"role": "user", "content": result})
+            _append(turns, {"role": "user", "content": result})
         elif "tool_calls" in message:
             rest = {key: value for key, value in message.items() if key != "tool_calls"}
             calls = "\n".join(map(_call, message["tool_calls"]))
-            _append(found, {**rest, "content": "\n".join(filter(None, [message["content"], calls]))})
+            _append(turns, {**rest, "content": "\n".join(filter(None, [message["content"], calls]))})
         else:
-            _append(found, dict(message))
+            _append(turns, dict(message))
+    found = [{**message, "content": "\n".join(texts)} for message, texts in turns]
     if tools:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
         _describe(found, _INSTRUCTIONS.format(tools=lines), "system" if in_system else "user")
     return found
 
 
-def _append(messages: list[Message], message: Message) -> None:
+def _append(turns: list[_Turn], message: Message) -> None:
     """Add a message.  Several results, or a result and a question, are one message: many templates ask for turns."""
-    last = messages[-1] if messages else {}
-    results = message["role"] == last.get("role") == "user" and last["content"].endswith("</tool_response>")
-    if results:
-        messages[-1] = {**message, "content": f"{last['content']}\n{message['content']}"}
+    last, texts = turns[-1] if turns else ({}, [])
+    if message["role"] == last.get("role") == "user" and texts[-1].endswith("</tool_response>"):
+        texts.append(message["content"])
+        turns[-1] = message, texts
     else:
-        messages.append(message)
+        turns.append((message, [message["content"]]))
 
 
 def _call(call: Any) -> str:

@@ -97,7 +97,10 @@ class OllamaLines:
         return b"".join(self._line(*piece) for piece in self._pieces(delta))
 
     def end(self) -> bytes:
-        return self._encoded({**self._head(), **self._shape("", "", []), **self._final()})
+        value = {**self._head(), **self._shape("", "", []), **self._final()}
+        if self._logprobs:  # of tokens without a text, such as the one that ended the answer
+            value["logprobs"] = self._logprobs
+        return self._encoded(value)
 
     def failed(self, error: APIError) -> bytes:
         return self._encoded({"error": error.message})

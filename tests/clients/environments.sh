@@ -10,8 +10,10 @@ here=$(dirname "$0")
 
 for name in openai2 openai3; do
     "${PYTHON:-python3}" -m venv --clear "$dir/$name"
-    # The file has every package that is needed: with --no-deps pip searches for no other versions.
-    "$dir/$name/bin/python" -m pip --disable-pip-version-check --quiet install --no-deps -r "$here/python/$name.txt"
+    # The file has every package that is needed: with --no-deps pip searches for no other versions.  Compiling all
+    # modules would take longer than installing them.
+    "$dir/$name/bin/python" -m pip --disable-pip-version-check --quiet install --no-compile --no-deps \
+        -r "$here/python/$name.txt"
 done
 
 if command -v npm >/dev/null; then

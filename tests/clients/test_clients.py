@@ -14,7 +14,7 @@ import pytest
 
 from tests.clients.catalogue import CLIENTS, HERE, KEY, Client, outcomes
 
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200), pytest.mark.xdist_group("clients")]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800), pytest.mark.xdist_group("clients")]
 
 
 @pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.name)

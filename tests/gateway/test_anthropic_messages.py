@@ -259,6 +259,17 @@ async def test_the_last_message_of_the_assistant_is_continued(start):
     assert "continue_final_message" not in front.client.requests[1].chat
 
 
+async def test_very_many_blocks_take_linear_time(start):
+    """Joined one by one, these texts would be copied for minutes, and the gateway would answer nothing else."""
+    front = await start(scripted("a"))
+    blocks = [{"type": "text", "text": "a" * 20}] * 150_000
+    thoughts = [{"type": "thinking", "thinking": "a" * 20, "signature": ""}] * 40_000
+    history = [{"role": "user", "content": blocks}, {"role": "assistant", "content": thoughts}, *HI["messages"]]
+    await front.post("/v1/messages", {**HI, "messages": history})
+    first, second, _ = front.client.requests[0].messages
+    assert first["content"].count("\n") == 149_999 and second["reasoning_content"].count("\n") == 39_999
+
+
 async def test_output_config_constrains_the_text(start):
     front = await start(scripted("{}"))
     format = {"type": "json_schema", "schema": SCHEMA}
@@ -358,7 +369,7 @@ async def test_an_error_in_the_middle_is_an_event(start):
 
 
 async def test_pings_keep_a_silent_stream_alive(start):
-    """Before the first token, too: Claude Code's prompts take long on a slow machine."""
+    """Before the first token, too."""
     ready = asyncio.Event()
     front = await start(lambda request: [ready, *text("a")], keep_alive_seconds=0.01)
     received = ""

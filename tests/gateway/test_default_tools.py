@@ -150,3 +150,10 @@ def test_arguments_that_are_no_json_stay_as_they_are() -> None:
         "role": "assistant",
         "content": '<tool_call>\n{"name": "ü", "arguments": {"city": }\n</tool_call>',
     }
+
+
+def test_very_many_results_take_linear_time() -> None:
+    """Joined one by one, 40,000 took a minute and a half, during which the gateway answered nothing else."""
+    results = [{"role": "tool", "tool_call_id": "1", "content": "a" * 40}] * 40_000
+    first, second = with_tools([*HI, *results], [], True)
+    assert first == HI[0] and second["content"].count("<tool_response>") == 40_000

@@ -211,7 +211,7 @@ def with_logprobs(request: Any) -> list[StreamChunk]:
     row = {7: Logprob(-0.5, 1, "a"), 8: Logprob(-1.5, 2, "b")}
     return [
         StreamChunk([ChoiceDelta(0, "a", [7], 1, None, [row])], 3),
-        StreamChunk([ChoiceDelta(0, "a", [7], 1, "stop", [row])], 3),
+        StreamChunk([ChoiceDelta(0, "", [7], 1, "stop", [row])], 3),
     ]
 
 

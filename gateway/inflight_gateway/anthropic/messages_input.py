@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from inflight_gateway.anthropic.messages_body import CountTokensBody, MessagesBody
@@ -16,8 +17,6 @@ __all__ = ["chat_of_count", "chat_of_messages"]
 # Claude Code describes itself in a system block that Anthropic's servers remove.  It differs from version to version
 # and session to session, and as the first text of a prompt it would keep prefixes from being cached.
 _BILLING = "x-anthropic-billing-header:"
-
-_Message = dict[str, Any]
 
 
 def chat_of_messages(body: MessagesBody, say: Say) -> ChatBody:
@@ -76,34 +75,63 @@ def _chat(body: CountTokensBody, say: Say, **options: Any) -> ChatBody:
     )
 
 
-def _messages(body: CountTokensBody) -> list[_Message]:
+@dataclass
+class _Turn:
+    """A message of the chat; texts are joined at the end, because there can be very many."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    thoughts: list[str] = field(default_factory=list)
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    call_id: str | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not (any(self.texts) or self.thoughts or self.calls)
+
+    def message(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"role": self.role, "content": "\n".join(filter(None, self.texts))}
+        if self.thoughts:
+            found["reasoning_content"] = "\n".join(self.thoughts)
+        if self.calls:
+            found["tool_calls"] = self.calls
+        if self.call_id is not None:
+            found["tool_call_id"] = self.call_id
+        return found
+
+
+def _messages(body: CountTokensBody) -> list[dict[str, Any]]:
     """The messages of a chat; consecutive messages of a role become one, as at Anthropic."""
-    found: list[_Message] = []
-    if body.system is not None:
-        system = _system(body.system)
-        if system:
-            found.append({"role": "system", "content": system})
     if not isinstance(body.messages, list) or not body.messages:
         raise invalid('messages: a list of objects such as {"role": "user", "content": "Hi"} is expected', "messages")
+    system = "" if body.system is None else _system(body.system)
+    turns: list[_Turn] = []
     calls: set[str] = set()
     for number, message in enumerate(body.messages):
         where = f"messages[{number}]"
         role = message.get("role") if isinstance(message, Mapping) else None
         if role == "user":
-            _add_user(found, _blocks(message, where), where, calls)
+            _add_user(turns, _blocks(message, where), where, calls)
         elif role == "assistant":
-            _add_assistant(found, _blocks(message, where), where, calls)
+            _add_assistant(_turn(turns, role), _blocks(message, where), where, calls)
         elif role == "system":
             # Many templates allow only one system message, in front.
             text = text_of(message.get("content"), f"{where}.content")
-            _add(found, {"role": "user", "content": f"<system>\n{text}\n</system>"})
+            _turn(turns, "user").texts.append(f"<system>\n{text}\n</system>")
         else:
             raise _wrong(where, "an object with content and the role user, assistant or system is expected")
-    if found[-1] == {"role": "assistant", "content": ""}:  # nothing to continue
-        found.pop()
-    if not found:
+    if turns[-1].role == "assistant" and turns[-1].is_empty:  # nothing to continue
+        turns.pop()
+    if not turns:
         raise _wrong("messages", "a message with text is expected")
-    return found
+    return [*([{"role": "system", "content": system}] if system else []), *(turn.message() for turn in turns)]
+
+
+def _turn(turns: list[_Turn], role: str) -> _Turn:
+    """The last turn if it has this role, else a new one."""
+    if not turns or turns[-1].role != role:
+        turns.append(_Turn(role))
+    return turns[-1]
 
 
 def _system(system: Any) -> str:
@@ -132,18 +160,18 @@ def _blocks(message: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
     return content
 
 
-def _add_user(found: list[_Message], blocks: list[Mapping[str, Any]], where: str, calls: set[str]) -> None:
+def _add_user(turns: list[_Turn], blocks: list[Mapping[str, Any]], where: str, calls: set[str]) -> None:
     if not blocks:
         raise _wrong(f"{where}.content", "at least one block is expected")
     for number, block in enumerate(blocks):
         place = f"{where}.content[{number}]"
         if block["type"] == "tool_result":
-            found.append(_result(block, place, calls))
+            turns.append(_result(block, place, calls))
         else:
-            _add(found, {"role": "user", "content": _text(block, place, "text and tool_result")})
+            _turn(turns, "user").texts.append(_text(block, place, "text and tool_result"))
 
 
-def _result(block: Mapping[str, Any], where: str, calls: set[str]) -> _Message:
+def _result(block: Mapping[str, Any], where: str, calls: set[str]) -> _Turn:
     call_id = block.get("tool_use_id")
     if not isinstance(call_id, str) or call_id not in calls:
         raise _wrong(f"{where}.tool_use_id", f"{call_id!r:.100} is not the id of a tool_use block before it")
@@ -151,25 +179,21 @@ def _result(block: Mapping[str, Any], where: str, calls: set[str]) -> _Message:
     text = "" if content is None else text_of(content, f"{where}.content")
     if block.get("is_error") is True:  # templates have no place for it
         text = f"Error: {text}"
-    return {"role": "tool", "tool_call_id": call_id, "content": text}
+    return _Turn("tool", [text], call_id=call_id)
 
 
-def _add_assistant(found: list[_Message], blocks: list[Mapping[str, Any]], where: str, calls: set[str]) -> None:
-    message: _Message = {"role": "assistant", "content": ""}
+def _add_assistant(turn: _Turn, blocks: list[Mapping[str, Any]], where: str, calls: set[str]) -> None:
     for number, block in enumerate(blocks):
         place, kind = f"{where}.content[{number}]", block["type"]
         if kind == "tool_use":
-            call = _call(block, place)
-            calls.add(call["id"])
-            message.setdefault("tool_calls", []).append(call)
+            turn.calls.append(_call(block, place))
+            calls.add(block["id"])
         elif kind == "thinking":
             if not isinstance(block.get("thinking"), str):
                 raise _wrong(f"{place}.thinking", "a string is expected")
-            message["reasoning_content"] = _joined(message.get("reasoning_content", ""), block["thinking"])
+            turn.thoughts.append(block["thinking"])
         elif kind != "redacted_thinking":  # that of another server cannot be read
-            text = _text(block, place, "text, thinking and tool_use")
-            message["content"] = _joined(message["content"], text)
-    _add(found, message)
+            turn.texts.append(_text(block, place, "text, thinking and tool_use"))
 
 
 def _call(block: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -187,24 +211,6 @@ def _text(block: Mapping[str, Any], where: str, known: str) -> str:
         raise _wrong(f"{where}.text", "a string is expected")
     text: str = block["text"]
     return text
-
-
-def _add(found: list[_Message], message: _Message) -> None:
-    """Add a message of the user or the assistant, or its parts to the last message, if that has the same role."""
-    if not found or found[-1]["role"] != message["role"]:
-        found.append(message)
-        return
-    last = found[-1]
-    for key in ("content", "reasoning_content"):
-        if key in message:
-            last[key] = _joined(last.get(key, ""), message[key])
-    if "tool_calls" in message:
-        last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
-
-
-def _joined(before: str, text: str) -> str:
-    """Two texts with a line break between them, as parts of a chat's message are joined."""
-    return f"{before}\n{text}" if before and text else before or text
 
 
 def _tools(tools: Any, say: Say) -> Any:

@@ -4,7 +4,7 @@ import { z } from 'zod'
 export const BASE_URL = `${process.env.INFLIGHT_CLIENTS_URL}/v1`
 export const KEY = process.env.INFLIGHT_CLIENTS_KEY
 export const MODEL = 'smollm2'
-export const SECONDS = 120
+export const SECONDS = 300
 
 export const CAPITAL = 'What is the capital of France?'
 export const PARIS = 'The capital of France is Paris.'
