@@ -229,6 +229,7 @@ class LocalEngine:
                 revision=self.config.tokenizer_source_revision,
                 override=self.config.chat_template,
                 seconds=self.config.chat_template_timeout,
+                trusts_requests=self.config.trust_request_chat_template,
             )
             self.chat.check()
         return self.chat
