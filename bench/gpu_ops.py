@@ -286,7 +286,7 @@ def sampling_check_rows(
     """Number of tokens that differ from those of the CPU's sampler; must be 0.
 
     Args:
-        sizes: rows and vocabulary, in place of those that the device and `quick` imply.
+        sizes: rows and vocabulary; None: as the device and `quick` imply.
     """
     implied = (6, 300) if device.type == "cpu" else (36 if quick else 120, VOCABULARY)
     rows, vocab_size = sizes or implied

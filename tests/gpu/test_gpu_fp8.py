@@ -120,9 +120,8 @@ def test_checkpoints_in_fp8_run_as_they_are(scheme: str, tmp_path: Path) -> None
 def test_the_engine_serves_with_weights_and_kv_in_fp8(eager: bool, tmp_path: Path) -> None:
     path = make_checkpoint("qwen3", tmp_path, head_dim=64)
     options = dict(quantization="fp8", kv_cache_dtype="fp8", enforce_eager=eager, async_scheduling=True)
-    core = make_core(
-        path, device="cuda", dtype="bfloat16", max_num_batched_tokens=sized(40, 30), max_num_seqs=sized(3, 2), **options
-    )
+    limits = sized(dict(max_num_batched_tokens=40, max_num_seqs=3), dict(max_num_batched_tokens=30, max_num_seqs=2))
+    core = make_core(path, device="cuda", dtype="bfloat16", **limits, **options)
     prompts = [[1], [5, 6, 7] * 12, *sized([[9] * 20, [3, 1, 4, 1, 5] * 18], [[9] * 9])]
     count = sized(20, 5)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)] * len(prompts)

@@ -80,7 +80,7 @@ def test_greedy_output_equals_generate(
         assert [bucket and bucket.rows for bucket in buckets] == expected
         assert runner_of(core).info.graph_bytes > 0
         assert not [text for text in warnings_of(caplog) if "CUDA graphs" in text]
-    count, length = sized((20, 20), (7, 6))
+    count, length = sized((20, 20), (6, 4))
     params = [SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)] * count
     found = output(core, params)
     assert [found[index, 0] for index in range(count)] == greedy_reference(path, prompts_of(count), [length] * count)
@@ -90,8 +90,8 @@ def test_greedy_output_equals_generate(
 @pytest.mark.parametrize("mixed", sized([0, 256], [0, 32]))
 def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int) -> None:
     params = [
-        SamplingParams(max_tokens=5 + index % sized(24, 4), ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
-        for index in range(sized(24, 8))
+        SamplingParams(max_tokens=5 + index % sized(24, 3), ignore_eos=True, seed=index, **KINDS[index % len(KINDS)])
+        for index in range(sized(24, 6))
     ]
     eager = core_of(checkpoint, enforce_eager=True)
     assert not runner_of(eager).graphs

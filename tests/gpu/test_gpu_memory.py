@@ -49,7 +49,7 @@ def test_no_load_takes_more_than_the_utilization(tmp_path: Path) -> None:
     prompts = [rng.integers(0, vocab_size, sized(100, 20)).tolist() for _ in range(count)]
     params = [
         SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1, logprobs=5, prompt_logprobs=5,
-                       max_tokens=10, ignore_eos=True, seed=index)
+                       max_tokens=sized(10, 4), ignore_eos=True, seed=index)
         for index in range(count)
     ]  # fmt: skip
     run(core, prompts, params)

@@ -21,7 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction, TensorHandle
 __all__ = ["Plans", "new_tensor"]
 
 _tensor, _constexpr = tl.core.tensor, tl.core.constexpr
-# What they return, or change, depends on more than their arguments.
+# The result or the effect of these depends on more than their arguments.
 _NOT_CONSTANT = ("program", "load", "store", "atomic", "assert", "assume", "print", "barrier", "descriptor")
 _NO_PLAN = object()
 _MOST_ATTEMPTS = 3  # to record a function that looked at values
@@ -37,7 +37,7 @@ class _Recorder:
     def __init__(self, builder: Any, inputs: list[TensorHandle]) -> None:
         self._builder = builder
         self._places = {id(handle): place for place, handle in enumerate(inputs)}
-        self._kept: list[Any] = list(inputs)  # whatever an id stands for has to live
+        self._kept: list[Any] = list(inputs)  # an id is good for as long as its object lives
         self.values: list[Any] = [None] * len(inputs)  # a plan's constants, by place
         self.calls: list[tuple[Callable[..., Any], list[int], dict[str, Any], Any]] = []
         self._variable = set(range(len(inputs)))

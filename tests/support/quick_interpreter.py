@@ -23,7 +23,7 @@ __all__ = ["quick_interpreter"]
 def quick_interpreter() -> Iterator[None]:
     """Within the block the language's functions stay replaced, so that nothing can be compiled.
 
-    Whatever else replaces parts of the interpreter has to be in effect when the block begins.
+    Other replacements of parts of the interpreter have to be in effect when the block begins.
     """
     from triton.runtime import interpreter
 
@@ -81,7 +81,7 @@ def quick_interpreter() -> Iterator[None]:
 
 @functools.cache
 def _plans_of(*replaced: Any) -> Any:
-    """What is recorded holds for one way to multiply and to convert."""
+    """Plans hold for one way to multiply and to convert."""
     from interpreter_plans import Plans
     from triton.runtime import interpreter
 
@@ -102,8 +102,8 @@ def _watch(plans: Any) -> None:
         return int(self.handle.data.squeeze())
 
     def loop(first: Any, end: Any = None, step: Any = None, **options: Any) -> Any:
-        bounds = (0, first) if end is None else (first, end)
-        numbers = range(*bounds, 1 if step is None else step)
+        bounds: Any = (0, first) if end is None else (first, end)
+        numbers = range(bounds[0], bounds[1], 1 if step is None else step)
         if any(isinstance(bound, tl.tensor) for bound in bounds):
             return map(plans.to_tensor, numbers)
         return numbers
