@@ -60,8 +60,7 @@ def serve_forks(control: socket.socket, prepare: Callable[[], object]) -> tuple[
     obstacle = _obstacle()
     if obstacle is not None:
         print(f"engine processes do their imports themselves: {obstacle}", file=sys.stderr, flush=True)
-    gc.collect()
-    gc.freeze()  # collections do not write to memory that the forks share
+    gc.freeze()  # without a collection: each fork would copy the pages that it frees, when it writes there
     with contextlib.suppress(OSError):
         control.sendall(b"r")
     with selectors.DefaultSelector() as selector:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from inflight.config import EngineConfig
 from inflight.frontend.engine_client.engine_handle import EngineHandle
-from inflight.frontend.engine_client.engine_process import EngineProcess, EngineStartError
+from inflight.frontend.engine_client.engine_process import EngineProcess, EngineStartError, not_ready
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
 from inflight.frontend.engine_client.os_process import OsProcess, start_tied
 
@@ -82,9 +82,11 @@ class EngineLauncher:
     def _fork(self, pipe: int, heartbeat: int) -> OsProcess:
         while True:
             fork_server = self._usable_fork_server()
-            was_ready = fork_server.is_ready
+            was_ready, timeout = fork_server.is_ready, self._config.engine_start_timeout
             try:
-                return fork_server.fork(pipe, heartbeat, self._config.engine_start_timeout)
+                return fork_server.fork(pipe, heartbeat, timeout)
+            except TimeoutError:
+                raise not_ready(timeout) from None
             except ForkFailed as error:
                 if not fork_server.has_ended:  # it cannot: a sandbox may allow processes, but no pidfd
                     return self._execute(pipe, heartbeat)

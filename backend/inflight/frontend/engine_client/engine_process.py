@@ -27,7 +27,7 @@ from inflight.engine.messages import (
 )
 from inflight.frontend.engine_client.os_process import OsProcess, exit_words, interpreter
 
-__all__ = ["EngineProcess", "EngineStartError", "engine_command", "module_command"]
+__all__ = ["EngineProcess", "EngineStartError", "engine_command", "module_command", "not_ready"]
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _EXIT_SECONDS = 5.0
@@ -56,6 +56,12 @@ class EngineStartError(RuntimeError):
         super().__init__(message)
         self.fatal = fatal
         self.lost = lost
+
+
+def not_ready(seconds: float) -> EngineStartError:
+    return EngineStartError(
+        f"the engine process was not ready after {seconds:g} s: raise engine_start_timeout in model.json"
+    )
 
 
 def module_command(module: str, python: str | None = None) -> list[str]:
@@ -114,9 +120,7 @@ class EngineProcess:
         message: ToFrontend | None = None
         with contextlib.suppress(EOFError, OSError):
             if not self._connection.poll(timeout):
-                raise EngineStartError(
-                    f"the engine process was not ready after {timeout:g} s: raise engine_start_timeout in model.json"
-                )
+                raise not_ready(timeout)
             message = self.receive()
         if isinstance(message, EngineReady):
             return message

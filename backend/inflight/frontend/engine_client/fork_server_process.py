@@ -82,6 +82,7 @@ class ForkServerProcess:
             timeout: seconds that the imports can take, if they are still under way.
 
         Raises:
+            TimeoutError: they take longer; the fork server is ended.
             ForkFailed: the fork server ended or hung, and is useless; or the system has no room for the process.
         """
         seconds = _FORK_SECONDS if self.is_ready else timeout
@@ -92,11 +93,15 @@ class ForkServerProcess:
                 socket.send_fds(self._socket, [b"f"], [pipe, heartbeat, owned, theirs.fileno()])
             report.settimeout(seconds)
             answer, descriptors, _, _ = socket.recv_fds(report, 1024, 1, socket.MSG_CMSG_CLOEXEC)
-        except TimeoutError:
+        except OSError as error:
+            os.close(owner)
+            report.close()
+            if not isinstance(error, TimeoutError):
+                raise ForkFailed(self._end_text()) from None
             self.stop()
-            answer, descriptors = self._late_text(seconds).encode(), []
-        except OSError:
-            answer, descriptors = b"", []
+            if self._is_ready:
+                raise ForkFailed(f"its fork server did not fork within {seconds:g} s") from None
+            raise
         finally:
             os.close(owned)
         if not descriptors:
@@ -105,11 +110,6 @@ class ForkServerProcess:
             raise ForkFailed(answer.decode() or self._end_text())
         self._is_ready = True
         return ForkedProcess(int(answer), descriptors[0], owner, report)
-
-    def _late_text(self, seconds: float) -> str:
-        if self._is_ready:
-            return f"it did not fork within {seconds:g} s"
-        return f"its imports took more than {seconds:g} s: raise engine_start_timeout in model.json"
 
     def _end_text(self) -> str:
         """How it ended; kills it if it has closed its socket and still runs."""
