@@ -18,7 +18,7 @@ __all__ = ["card", "current_kernel", "gpu_rounding"]
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
-    """Within the test's fixtures, some of which change how the interpreter rounds.  An emulated card has done it."""
+    """Within the test's fixtures: `gpu_rounding` changes the interpreter, too.  An emulated card has made it quick."""
     if is_emulated() or not interpreted():
         return (yield)
     with quick_interpreter():
