@@ -6,13 +6,13 @@ memory, streams, pinned buffers, graphs, swaps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import graph_rig
 import pytest
 import torch
-from emulated_card import launch_function
+from emulated_card import Card, emulated_card, launch_function
 from offline import make_core
 from torch import Tensor
 
@@ -25,7 +25,14 @@ from inflight.runner import base_runner, step_inputs
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.step_inputs import StepSize
 
-__all__ = ["card_core", "functions_as_kernels", "num_replays", "runner_of", "without_waits"]
+__all__ = ["card", "card_core", "functions_as_kernels", "num_replays", "runner_of", "without_waits"]
+
+
+@pytest.fixture
+def card() -> Iterator[Card]:
+    """An emulated card for each test."""
+    with emulated_card() as made:
+        yield made
 
 
 class CardAttention(ReferenceAttention):

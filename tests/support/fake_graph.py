@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -197,15 +196,3 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
         return _recorder.launch(function, args, kwargs)
 
     return launched
-
-
-def interpreted_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures contain the launches of kernels in the Triton language, which the interpreter runs."""
-    from triton.runtime.interpreter import GridExecutor
-
-    run = GridExecutor.__call__
-
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kernel(functools.partial(run, self))(*args, **kwargs)
-
-    monkeypatch.setattr(GridExecutor, "__call__", call)

@@ -1,4 +1,4 @@
-"""What the installed transformers does with a `longrope` rotary embedding."""
+"""The choice of frequencies by the `longrope` rotary embedding of the installed transformers."""
 
 from __future__ import annotations
 

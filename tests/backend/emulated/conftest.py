@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from card_rig import card
 
-import pytest
-from emulated_card import Card, emulated_card
-
-
-@pytest.fixture
-def card() -> Iterator[Card]:
-    with emulated_card() as made:
-        yield made
+__all__ = ["card"]

@@ -51,13 +51,17 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(),
-        dict(SQUEEZED),
-        dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"),
-        dict(SQUEEZED, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
-        dict(max_num_batched_tokens=7, block_size=1, enforce_eager=True),
+        pytest.param(dict(), id="plain", marks=pytest.mark.nightly),
+        pytest.param(dict(SQUEEZED), id="preempted"),
+        pytest.param(  # in make test `test_any_arrivals` swaps
+            dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            dict(SQUEEZED, speculative_config={"method": "ngram", "num_speculative_tokens": 3}),
+            id="preempted, with drafts",
+        ),
+        pytest.param(dict(max_num_batched_tokens=7, block_size=1, enforce_eager=True), id="few tokens a step, eager"),
     ],
-    ids=["plain", "preempted", "swapped", "preempted, with drafts", "few tokens a step, eager"],
 )
 def test_ragged_arrivals_of_every_kind(
     card: Card, checkpoint: str, on_the_cpu: EngineCore, options: dict[str, Any]
@@ -81,7 +85,7 @@ def test_any_arrivals(checkpoint: str, on_the_cpu: EngineCore) -> None:
     with emulated_card(rng=random.Random(3)):
         core = without_waits(card_core(checkpoint, seed=1, **options))
 
-        @settings(max_examples=8, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+        @settings(max_examples=5, phases=[Phase.explicit, Phase.reuse, Phase.generate])
         @given(arrivals=_arrivals, stagger=st.integers(0, 3))
         def arrive(arrivals: list[tuple[int, int, int]], stagger: int) -> None:
             prompts = [prompt_of(seed, length) for length, seed, _ in arrivals]

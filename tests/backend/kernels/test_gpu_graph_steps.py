@@ -1,4 +1,4 @@
-"""Decode steps of the GPU's kernels, in the interpreter, captured and padded: the tokens of steps without padding."""
+"""Steps of the GPU's kernels on an emulated card, captured and padded: the tokens of steps without padding."""
 
 from __future__ import annotations
 
@@ -8,22 +8,17 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
-from fake_graph import FakeCapturer, interpreted_launches
+from emulated_card import Card
 from nightly import nightly_but
 from offline import make_core, run, tokens
 
 pytest.importorskip("triton")
 
-from graph_rig import ChosenBy, captured_by, fused_by, graph_core, pretend_a_card
+from card_rig import card_core, num_replays
 
 from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.gpu import gpu_attention, gpu_attention_configs, gpu_sampler
-from inflight.kernels.gpu.gpu_attention import GpuAttention
-from inflight.kernels.gpu.gpu_ops import GpuOps
 from inflight.kernels.gpu.launch import interpreted
-from inflight.loading import loader
-from inflight.runner import base_runner as base
-from inflight.runner import step_inputs
 from inflight.runner.graphs import DecodeGraphs
 
 pytestmark = [
@@ -56,36 +51,26 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dic
 
 
 @pytest.fixture
-def card(checkpoint: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_card(monkeypatch)
-    small = gpu_attention_configs.Card((9, 0), 2, 227 * 1024)  # few programs share a request's keys
-    monkeypatch.setattr(loader, "select_attention", lambda *args: GpuAttention(small))
-    monkeypatch.setattr(loader, "accelerate", fused_by(GpuOps()))
-    monkeypatch.setattr(step_inputs, "can_launch", lambda device: True)
-    monkeypatch.setattr(base, "select_sampling", lambda device: ChosenBy(gpu_sampler.choose))
+def small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_sampler, "BLOCK", 256)
     monkeypatch.setattr(DecodeGraphs, "measure", lambda self, meter: 0)
     for module in (gpu_attention, gpu_attention_configs):
         monkeypatch.setattr(module, "SCRATCH_BYTES", 2**18)  # the interpreter copies it at each launch
-    monkeypatch.setattr(FakeCapturer, "warm_up", lambda self, launch: None)  # nothing is compiled
-    interpreted_launches(monkeypatch)
 
 
-def test_every_bucket_gives_the_tokens_of_unpadded_steps(checkpoint: Any, card: None) -> None:
-    """A bucket of four for three rows, then those of two and one."""
+def test_every_bucket_gives_the_tokens_of_unpadded_steps(checkpoint: Any, card: Card, small_kernels: None) -> None:
+    """A bucket of four for three decodes, then those of two and one.
+
+    One of 16 tokens and 4 rows serves chunks, decodes beside them, and rows that enter while others run.
+    """
     path, expected = checkpoint
-    core = graph_core(path, async_scheduling=True, **LIMITS)
+    options = {**LIMITS, "max_num_batched_tokens": 7, "max_cudagraph_capture_size": 16}
+    core = card_core(path, num_gpu_blocks_override=128, **options)
     assert outputs(core) == expected
-    replays = {len(graph.outputs[0]): graph.replays for graph in captured_by(core).graphs}
-    assert sorted(replays) == [1, 2, 4]
-    assert all(replays.values()), replays
-
-
-def test_steps_with_prompts_give_the_tokens_of_unpadded_steps(checkpoint: Any, card: None) -> None:
-    """One bucket of 16 tokens and 4 rows serves chunks, decodes beside them, and rows that enter while others run."""
-    path, expected = checkpoint
-    core = graph_core(path, max_cudagraph_capture_size=16, **{**LIMITS, "max_num_batched_tokens": 7})
-    found = {key: tokens(deltas) for key, deltas in run(core, PROMPTS, PARAMS, stagger=1).items()}
-    assert found == expected
-    (replays,) = [graph.replays for key, graph in core.runner.graphs._graphs.items() if key[0].prompt_blocks]
-    assert replays >= 3
+    assert {key: tokens(deltas) for key, deltas in run(core, PROMPTS, PARAMS, stagger=1).items()} == expected
+    replays = num_replays(core)
+    decodes = {bucket.rows: count for bucket, count in replays.items() if not bucket.prompt_blocks}
+    assert sorted(decodes) == [1, 2, 4]
+    assert all(decodes.values()), decodes
+    (with_prompts,) = [count for bucket, count in replays.items() if bucket.prompt_blocks]
+    assert with_prompts >= 3

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from longrope import longrope_is_capturable
 from nightly import nightly_but
-from offline import run, tokens
+from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, RequestFailed
@@ -35,6 +35,16 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.set_num_threads(1)
     return make_checkpoint("llama", tmp_path_factory.mktemp("graphs"))
+
+
+def cpu_core(checkpoint: str) -> EngineCore:
+    """An engine without any graphs, whose answers those of all others must be."""
+    return make_core(checkpoint, max_model_len=64, seed=1)
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(checkpoint: str) -> EngineCore:
+    return cpu_core(checkpoint)
 
 
 @pytest.fixture(autouse=True)
@@ -94,7 +104,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("launch_ahead", [False, True])
+@pytest.mark.parametrize("launch_ahead", nightly_but([True], [False, True]))
 def test_every_bucket_gives_the_tokens_of_generate(checkpoint: str, launch_ahead: bool) -> None:
     core = graph_core(checkpoint, max_num_seqs=9, async_scheduling=launch_ahead)
     prompts = [prompt_of(index, 3 + 2 * index) for index in range(9)]
@@ -172,26 +182,29 @@ SQUEEZED = dict(num_gpu_blocks_override=24, block_size=4, max_num_seqs=4)
 @pytest.mark.parametrize(
     "options",
     [
-        dict(max_num_seqs=4),
-        dict(max_num_seqs=4, async_scheduling=True),
-        dict(SQUEEZED, async_scheduling=True),
-        dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"),
-        dict(max_num_seqs=3, max_num_batched_tokens=12, block_size=1),
+        pytest.param(dict(max_num_seqs=4), id="plain", marks=pytest.mark.nightly),
+        pytest.param(dict(max_num_seqs=4, async_scheduling=True), id="launch-ahead"),
+        pytest.param(dict(SQUEEZED, async_scheduling=True), id="preempted"),
+        pytest.param(dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped"),
+        pytest.param(
+            dict(max_num_seqs=3, max_num_batched_tokens=12, block_size=1),
+            id="few tokens a step",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["plain", "launch-ahead", "preempted", "swapped", "few tokens a step"],
 )
-def test_steps_with_drafts_are_replayed(checkpoint: str, options: dict[str, Any], wrong: int) -> None:
-    options = {"max_model_len": 64, **options}
-    core, eager = (graph_core(checkpoint, enforce_eager=off, **options, **drafting(5)) for off in (False, True))
+def test_steps_with_drafts_are_replayed(
+    checkpoint: str, on_the_cpu: EngineCore, options: dict[str, Any], wrong: int
+) -> None:
+    core = graph_core(checkpoint, **{"max_model_len": 64, **options}, **drafting(5))
     prompts = [prompt_of(index, 4 + 3 * index) for index in range(8)]
     params = [every_kind(index, max_tokens=20) for index in range(8)]
-    expected = {key: tokens(deltas) for key, deltas in run(eager, prompts, params).items()}
-    for each in (core, eager):
-        each.scheduler.policies.drafter = Replayer(expected, wrong)
+    expected = {key: tokens(deltas) for key, deltas in run(on_the_cpu, prompts, params).items()}
+    core.scheduler.policies.drafter = Replayer(expected, wrong)
     assert {key: tokens(deltas) for key, deltas in run(core, prompts, params).items()} == expected
     replays = num_replays_with_drafts(core)
     assert sum(map(bool, replays.values())) >= 2, "more than one bucket"
-    assert work_of(core, prompts, params, stagger=2) == work_of(eager, prompts, params, stagger=2)
+    assert work_of(core, prompts, params, stagger=2) == work_of(on_the_cpu, prompts, params, stagger=2)
 
 
 def test_drafts_without_buckets_of_their_own_are_computed_eagerly(checkpoint: str) -> None:
@@ -224,38 +237,45 @@ def pair_of(path: str, **options: Any) -> tuple[EngineCore, EngineCore]:
 @pytest.mark.parametrize(
     "options",
     [
-        dict(),
-        dict(async_scheduling=True),
-        dict(num_gpu_blocks_override=24, block_size=4, async_scheduling=True),
-        dict(num_gpu_blocks_override=24, block_size=4, swap_space="1MiB", preemption_mode="swap"),
-        dict(max_num_batched_tokens=5, block_size=1, async_scheduling=True),
-        dict(max_num_seqs=3, enable_prefix_caching=False),
+        pytest.param(dict(), id="plain", marks=pytest.mark.nightly),
+        pytest.param(dict(async_scheduling=True), id="launch-ahead"),
+        pytest.param(dict(num_gpu_blocks_override=24, block_size=4, async_scheduling=True), id="preempted"),
+        pytest.param(  # in make test test_mixed_graphs.py swaps
+            dict(num_gpu_blocks_override=24, block_size=4, swap_space="1MiB", preemption_mode="swap"),
+            id="swapped",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(dict(max_num_batched_tokens=5, block_size=1, async_scheduling=True), id="few tokens a step"),
+        pytest.param(dict(max_num_seqs=3, enable_prefix_caching=False), id="few slots", marks=pytest.mark.nightly),
     ],
-    ids=["plain", "launch-ahead", "preempted", "swapped", "few tokens a step", "few slots"],
 )
-def test_everything_is_as_without_graphs(checkpoint: str, options: dict[str, Any]) -> None:
+def test_everything_is_as_without_graphs(checkpoint: str, on_the_cpu: EngineCore, options: dict[str, Any]) -> None:
     """Ragged arrivals of all kinds of requests; a small pool preempts some of them."""
-    options = {"max_num_seqs": 8, "max_model_len": 64, "seed": 1, **options}
-    captured, eager = pair_of(checkpoint, **options)
+    captured = graph_core(checkpoint, **{"max_num_seqs": 8, "max_model_len": 64, "seed": 1, **options})
     prompts = [prompt_of(index, 1 + (7 * index) % 23) for index in range(16)]
     params = [every_kind(index) for index in range(16)]
-    assert work_of(captured, prompts, params, stagger=2) == work_of(eager, prompts, params, stagger=2)
+    assert work_of(captured, prompts, params, stagger=2) == work_of(on_the_cpu, prompts, params, stagger=2)
     replays = num_replays(captured)
     assert sum(replays.values()) >= 12
     assert sum(map(bool, replays.values())) >= 2, "more than one bucket"
-    assert not eager.runner.graphs
     if options.get("num_gpu_blocks_override") == 24:
         assert captured.scheduler.num_preempted_total > 0
 
 
-@pytest.fixture(scope="module")
-def pair(checkpoint: str) -> Iterator[tuple[EngineCore, EngineCore]]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(dict(), id="decodes"),
+        pytest.param(
+            dict(max_cudagraph_capture_size=40, max_num_batched_tokens=24, **drafting(4)), id="prompts and drafts, too"
+        ),
+    ],
+)
+def captured(request: pytest.FixtureRequest, checkpoint: str) -> Iterator[EngineCore]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         pretend_a_card(monkeypatch)
-        options = dict(
-            max_num_seqs=6, max_model_len=48, num_gpu_blocks_override=20, block_size=4, async_scheduling=True
-        )
-        yield pair_of(checkpoint, **options)
+        options = dict(max_num_seqs=6, max_model_len=48, num_gpu_blocks_override=20, block_size=4)
+        yield graph_core(checkpoint, async_scheduling=True, seed=1, **options, **request.param)
 
 
 _requests = st.lists(
@@ -266,12 +286,11 @@ _requests = st.lists(
 @given(requests=_requests, stagger=st.integers(0, 3))
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_any_batch_is_as_without_graphs(
-    pair: tuple[EngineCore, EngineCore], requests: list[tuple[int, int, int, bool]], stagger: int
+    captured: EngineCore, on_the_cpu: EngineCore, requests: list[tuple[int, int, int, bool]], stagger: int
 ) -> None:
     prompts = [prompt_of(kind, length) for length, kind, _, _ in requests]
     params = [every_kind(kind, max_tokens=count, ignore_eos=ignore) for _, kind, count, ignore in requests]
-    captured, eager = pair
-    assert work_of(captured, prompts, params, stagger) == work_of(eager, prompts, params, stagger)
+    assert work_of(captured, prompts, params, stagger) == work_of(on_the_cpu, prompts, params, stagger)
 
 
 def contents(core: EngineCore) -> dict[str, torch.Tensor]:
