@@ -36,7 +36,7 @@ _PIECES = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 _CHARACTER = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u\w{4}|x\w\w|[xu]\{\w*\}|u\w{4}|U\w{8}|.)|.", re.DOTALL)
-_IN_A_RULE = ("%json", "%regex", "%lark")  # other directives stand between rules
+_IN_A_RULE = ("%json", "%regex", "%lark")  # other directives are between rules
 _SPACE = re.compile(r"\s*")
 _TRUNCATED = 10**9  # counts above are the same
 
