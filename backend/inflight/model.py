@@ -68,6 +68,8 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer and start the engine process; Triton shows an exception as the load error."""
         bridge.check_numpy()
+        if os.environ.pop("INFLIGHT_SERVER_MALLOC", None):  # the launcher's options for the server
+            os.environ.pop("GLIBC_TUNABLES", None)  # the engine keeps its large buffers
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
         bridge.name_log(model_config["backend"])

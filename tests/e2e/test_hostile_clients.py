@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import socket
 import time
+from pathlib import Path
 
 from wire import GrpcStream, gauges, post
 
 from inflight_tools.launcher import TritonServer
+from inflight_tools.sweeper import session_members
 
 CALM = {"text_input": "Return a list of", "max_tokens": 40, "temperature": 0, "exclude_input_in_output": True}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
@@ -72,3 +74,15 @@ def test_a_storm_of_bad_clients_changes_no_answer_and_leaks_no_block(server: Tri
         assert time.monotonic() < deadline, "blocks are still held"
         time.sleep(0.2)
     assert post(url, CALM) == calm
+
+
+def test_the_engine_does_not_inherit_the_servers_malloc(server: TritonServer) -> None:
+    """Only the server and its stubs give back what large responses took."""
+    assert server.process is not None
+    found = {}
+    for pid in session_members(server.process.pid):
+        command, variables = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
+        for part in (b"tritonserver", b"backend_stub", b"inflight.worker"):
+            if part in command:
+                found[part] = b"GLIBC_TUNABLES=glibc.malloc" in variables
+    assert found == {b"tritonserver": True, b"backend_stub": True, b"inflight.worker": False}

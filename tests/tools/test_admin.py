@@ -93,6 +93,17 @@ def test_the_servers_environment_has_its_key_and_no_other(monkeypatch: pytest.Mo
         assert server._environment(installation, Path("libpython.so")).get(admin.ENVIRONMENT) == expected
 
 
+@pytest.mark.parametrize("own", [None, "glibc.malloc.check=3"])
+def test_the_server_returns_memory_unless_the_operator_says_how(
+    own: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(launcher, "lay_out_interpreter", lambda folder: folder)
+    server = TritonServer(tmp_path, env={} if own is None else {"GLIBC_TUNABLES": own})
+    server._runtime_dir = tmp_path
+    env = server._environment(type("Installation", (), {"library_dirs": ()}), Path("libpython.so"))  # type: ignore[arg-type]
+    assert (env["GLIBC_TUNABLES"], "INFLIGHT_SERVER_MALLOC" in env) == (own or launcher._MALLOC, own is None)
+
+
 def test_headers_that_models_need_are_passed_on(tmp_path: Path) -> None:
     for name, keys in {
         "a": {"tenant_header": "x-b"},

@@ -55,6 +55,11 @@ _EXEC_TIED_TO_PARENT = (
     "os.execv(sys.argv[2],sys.argv[2:])"
 )
 
+# tritonserver keeps what its largest responses took, in a heap for each of its hundred threads.  With two heaps, and
+# large buffers outside of them, it returns most of it.  The stub takes this from the engine (`INFLIGHT_SERVER_MALLOC`):
+# its large buffers come and go with each step.
+_MALLOC = "glibc.malloc.arena_max=2:glibc.malloc.mmap_threshold=1048576:glibc.malloc.trim_threshold=4194304"
+
 
 class TritonServer:
     """A `tritonserver` process; as a context manager, ready on entry and gone on exit.
@@ -333,6 +338,8 @@ class TritonServer:
     def _environment(self, installation: TritonInstallation, libpython: Path) -> dict[str, str]:
         assert self._runtime_dir is not None
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        if "GLIBC_TUNABLES" not in env:
+            env |= {"GLIBC_TUNABLES": _MALLOC, "INFLIGHT_SERVER_MALLOC": "1"}
         env.pop(admin.ENVIRONMENT, None)
         if self.admin_key is not None:
             env[admin.ENVIRONMENT] = self.admin_key

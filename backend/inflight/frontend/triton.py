@@ -14,6 +14,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.errors import ErrorCode
 from inflight.frontend.operator.metric_specs import MetricSpec
 from inflight.frontend.operator.metrics import Metrics, NoMetrics
+from inflight.frontend.output.heap_trim import HeapTrim
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.vllm_options import BACKEND
 
@@ -43,6 +44,7 @@ OutputLayout = dict[str, tuple[Any, int]]
 
 # A response up to this size fits into nearly full shared memory, which grows by 1 MiB at a time.
 _SMALL_BYTES = 64 * 1024
+_heap = HeapTrim()
 
 
 def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
@@ -70,9 +72,11 @@ class TritonResponder:
         """Send the outputs; raises if Triton does not accept them."""
         tensors = [pb_utils.Tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
         response = pb_utils.InferenceResponse(tensors)
-        whole = final and _num_bytes(outputs) <= _SMALL_BYTES
+        num_bytes = _num_bytes(outputs)
+        whole = final and num_bytes <= _SMALL_BYTES
         if not whole:
             self._sender.send(response, flags=0)
+            _heap.sent(num_bytes)
         if final:
             self._send_final(response if whole else None)
 

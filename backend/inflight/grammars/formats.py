@@ -49,8 +49,25 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
         return structural_tag_grammar(
             json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
         )
-    check_lark(spec.text)
-    return grammar_from("grammar", spec.text)
+    return grammar_from("grammar", _with_escapes(spec))
+
+
+def _with_escapes(spec: GrammarSpec) -> str:
+    """A grammar whose JSON Schemas are checked, and write names in one spelling; their other options stay.
+
+    Raises:
+        ValueError: as `check_lark` and `checked_schema`.
+    """
+    pieces, position = [], 0
+    for found in check_lark(spec.text):
+        schema = dict(found.value)
+        options = schema.pop("x-guidance", {})
+        schema = checked_schema(schema, spec.additional_properties)
+        if isinstance(options, dict):  # else llguidance says what is wrong with it
+            options = {"json_allowed_escapes": _ESCAPES, **options}
+        pieces += [spec.text[position : found.start], json.dumps({**schema, "x-guidance": options})]
+        position = found.end
+    return "".join([*pieces, spec.text[position:]])
 
 
 def json_options(spec: GrammarSpec) -> Any:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import re
 from heapq import heappop, heappush
+from typing import Any, NamedTuple
 
 from inflight.grammars.regex_size import MAX_SHORTEST_MATCH, check_regex
 
-__all__ = ["check_lark"]
+__all__ = ["EmbeddedJson", "check_lark"]
 
 _TEXT = r'"(?:\\.|[^"\\\n])*"?'
 # Each piece matches without going back, so that a hostile grammar takes no longer.
@@ -36,11 +37,19 @@ _PIECES = re.compile(
     re.VERBOSE | re.MULTILINE,
 )
 _CHARACTER = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u\w{4}|x\w\w|[xu]\{\w*\}|u\w{4}|U\w{8}|.)|.", re.DOTALL)
-_IN_A_RULE = ("%json", "%regex", "%lark")  # other directives stand between rules
+_IN_A_RULE = ("%json", "%regex", "%lark")  # other directives are between rules
 _SPACE = re.compile(r"\s*")
 _TRUNCATED = 10**9  # counts above are the same
 
 _Name = str | int  # an int: a part of a rule
+
+
+class EmbeddedJson(NamedTuple):
+    """The object behind a `%json`, and its place in the grammar."""
+
+    start: int
+    end: int
+    value: dict[str, Any]
 
 
 class _Alternative:
@@ -70,6 +79,7 @@ class _Reader:
     def __init__(self, grammar: str) -> None:
         self.alternatives: list[_Alternative] = []
         self.defined: set[_Name] = set()
+        self.embedded: list[EmbeddedJson] = []
         self._num_parts = 0
         self._last: tuple[_Name | None, int] = (None, 0)  # the item that a repetition repeats
         self._groups = [self._alternative(self._new_part())]
@@ -147,19 +157,25 @@ class _Reader:
         if self._has_bad_json or grammar[start : start + 1] != "{":
             return found.end()
         try:
-            return json.JSONDecoder().raw_decode(grammar, start)[1]
+            value, end = json.JSONDecoder().raw_decode(grammar, start)
         except (ValueError, RecursionError):
             self._has_bad_json = True  # none is read again: a hostile grammar takes no longer
             return found.end()
+        if found["directive"] == "%json":
+            self.embedded.append(EmbeddedJson(start, end, value))
+        return end
 
 
-def check_lark(grammar: str) -> None:
+def check_lark(grammar: str) -> list[EmbeddedJson]:
     """Refuse a grammar with a part that matches only texts of more than MAX_SHORTEST_MATCH characters.
 
     Whether it is valid is not checked.  A part without any text, as by recursion without an end, is left to llguidance.
 
     Args:
         grammar: Lark as llguidance reads it, GBNF or EBNF.
+
+    Returns:
+        The JSON Schemas in it that are objects, in order.
 
     Raises:
         ValueError: it has such a part.
@@ -193,6 +209,7 @@ def check_lark(grammar: str) -> None:
             user.length += length * user.parts.pop(shortest.owner)
             if not user.parts:
                 line_up(user)
+    return reader.embedded
 
 
 def _number(digits: str) -> int:

@@ -95,6 +95,30 @@ def test_a_second_spelling_of_a_name_is_not_accepted(schema: dict[str, Any], tex
     assert grammar is not None and not grammar.accepts(text)
 
 
+@pytest.mark.parametrize("option", [{}, {"whitespace_flexible": False}])
+def test_the_json_of_a_lark_grammar_has_one_spelling_of_a_name(option: dict[str, Any]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"age": {"type": "integer"}},
+        **({"x-guidance": option} if option else {}),
+    }
+    text = (
+        f'start: "%json {{" part // %json {{\npart: %json {json.dumps(schema, indent=1)} ">" | %json  {{"const": "é"}}'
+    )
+    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}))
+    assert not grammar.error
+    assert grammar.accepts('%json {{"age":1}>') and grammar.accepts('%json {{"é":"\u00e9"}>')
+    assert grammar.accepts('%json {"é"')
+    assert not grammar.accepts('%json {{"\\u0061ge":"x"}>')
+    assert grammar.accepts('%json {{"age": 1}>') is not bool(option)
+
+
+def test_the_json_of_a_lark_grammar_is_checked() -> None:
+    for schema, reason in [({"minProperties": 9}, "minProperties"), ({"enum": ["\x01"]}, "control character")]:
+        with pytest.raises(ValueError, match=reason):
+            guidance_grammar(GrammarSpec("grammar", f"start: %json {json.dumps(schema)}"), {})
+
+
 def test_names_and_values_keep_every_character_that_is_no_control_character() -> None:
     grammar = compiled(json.dumps({"type": "object", "properties": {"x\x1f": {"type": "string"}}}))
     assert grammar is not None

@@ -12,8 +12,8 @@ long a prompt waits, and none starves.  A prompt with P tokens in line, its own 
     (P / (1 - share) + B) / (B - D) + 2  steps
 
 with D decodes in each, unless it also waits for a slot or for blocks: all steps but the last compute B - D tokens of
-prompts, which are fewer than P in order and no more than the bound ahead of them.  What short prompts do not use of a
-step, the others get.
+prompts, which are fewer than P in order and no more than the bound ahead of them.  The others get all tokens of
+a step that short prompts leave.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What short prompts take from long ones that came before them, and what they leave to them."""
+"""The share of short prompts in the steps of long ones that came before them."""
 
 from __future__ import annotations
 
