@@ -27,7 +27,6 @@ ROOMS = {
     "backend/inflight/ops/": ["tests/backend/kernels"],
     "backend/inflight/runner/": ["tests/backend/runner"],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
-    "backend/inflight/llm.py": ["tests/backend/in_process"],
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],
     "deploy/": ["tests/deploy", "tests/e2e/test_kubernetes.py"],

@@ -82,7 +82,8 @@ def runner_of(core: EngineCore) -> DeviceRunner:
 
 def num_replays(core: EngineCore) -> dict[StepSize, int]:
     """Bucket -> how often its graph was replayed."""
-    return {key[0]: graph.graph.num_replays for key, graph in core.runner.graphs._graphs.items()}
+    graphs: dict[Any, Any] = runner_of(core).graphs._graphs  # keys: `DeviceStep.graph_key`; graphs of the emulated card
+    return {key[0]: graph.graph.num_replays for key, graph in graphs.items()}
 
 
 def without_waits(core: EngineCore) -> EngineCore:

@@ -151,7 +151,7 @@ class FakeCapturer:
 
     def capture(self, launch: Launch, beside: Any) -> FakeGraph:
         recorder = _Recorder()
-        assert beside in (self.graphs or [None]), "graphs that are kept share their memory"
+        assert beside is None if not self.graphs else beside in self.graphs, "graphs that are kept share their memory"
         with recorder, _active(recorder):
             outputs = launch()
         graph = FakeGraph(recorder, outputs, self)

@@ -144,6 +144,7 @@ def graph_core(path: str, **options: Any) -> EngineCore:
 
 
 def captured_by(core: EngineCore) -> FakeCapturer:
+    assert isinstance(core.runner, DeviceRunner)
     capturer = core.runner.graphs._capturer
     assert isinstance(capturer, FakeCapturer)
     return capturer

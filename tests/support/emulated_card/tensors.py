@@ -286,15 +286,14 @@ def _run(card: Card, func: Any, args: Any, kwargs: Any, values: list[Tensor], ma
     if _sized_by_contents(func) and func not in _INDEXING:  # whose masks are indices by now
         return _at_once(card, func, inner_args, inner_kwargs, str(func))
     call_kwargs = {"device": "cpu", **inner_kwargs} if makes else inner_kwargs
-    compute = _ONLY_ON_CUDA.get(func, func)
     try:
         shapes = _shapes_of(func, args, kwargs, makes)
     except NotImplementedError:
         if _written(func):
             raise
         card.launched_at_once[str(func)] += 1
-        return _at_once(card, compute, inner_args, call_kwargs, f"{func}, which the emulated card cannot run late")
-    work = functools.partial(compute, *inner_args, **call_kwargs)
+        return _at_once(card, func, inner_args, call_kwargs, f"{func}, which the emulated card cannot run late")
+    work = functools.partial(func, *inner_args, **call_kwargs)
     if torch.Tag.nondeterministic_seeded in func.tags:
         work = functools.partial(card.with_random_state, work)
     written = _written(func)
@@ -313,12 +312,6 @@ def _run(card: Card, func: Any, args: Any, kwargs: Any, values: list[Tensor], ma
     return made
 
 
-def _histogram(self: Tensor, *args: Any) -> Tensor:
-    """`torch.histc`, which counts integers on a GPU only."""
-    return aten.histc.default(self.double(), *args).to(self.dtype)
-
-
-_ONLY_ON_CUDA: dict[Any, Callable[..., Any]] = {aten.histc.default: _histogram}
 _shapes: dict[Any, Any] = {}
 
 
