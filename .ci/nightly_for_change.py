@@ -25,7 +25,7 @@ ROOMS = {
     "backend/inflight/kernels/": ["tests/backend/kernels"],
     "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py"],
     "backend/inflight/ops/": ["tests/backend/kernels"],
-    "backend/inflight/runner/": ["tests/backend/runner"],
+    "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated"],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],
