@@ -36,6 +36,7 @@ from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.checkpoint_id import checkpoint_id
 from inflight.frontend.lifecycle.drain import Drain
+from inflight.frontend.lifecycle.inherited_sockets import close_inherited_sockets
 from inflight.frontend.lifecycle.instance_registry import RegistryEntry
 from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust
 from inflight.frontend.lifecycle.server_probe import ServerProbe
@@ -68,6 +69,7 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         """Load the tokenizer and start the engine process; Triton shows an exception as the load error."""
         bridge.check_numpy()
+        close_inherited_sockets()
         if os.environ.pop("INFLIGHT_SERVER_MALLOC", None):  # the launcher's options for the server
             os.environ.pop("GLIBC_TUNABLES", None)  # the engine keeps its large buffers
         model_dir = Path(pb_utils.get_model_dir()).resolve()

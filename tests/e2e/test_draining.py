@@ -13,9 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import write_repository
+from processes_of import stubs
 from wire import wait_for
 
 from inflight.frontend.lifecycle.instance_registry import children_of, states_of
@@ -152,6 +154,8 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: Tri
     }
     control.load_model("fake", headers=KEY_HEADERS, config=json.dumps(config))
     assert sorted(states(loaded)) == ["serving", "serving"] and not stream.error
+    inherited = [psutil.Process(stub).net_connections("inet") for stub in stubs(loaded)]
+    assert inherited == [[], []], "a stub holds no socket of the server"
     new = Reading(loaded, "grpc", 10, 0.05)  # the new instance notices that it serves
     assert "drain_timeout=2 s" in stream.wait().error
     assert not new.wait().error

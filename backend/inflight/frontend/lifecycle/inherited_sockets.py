@@ -1,0 +1,28 @@
+"""Closes the server's sockets in a stub that was started after them.  No torch, no Triton."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+__all__ = ["close_inherited_sockets"]
+
+_STUB = "triton_python_backend_stub"
+
+
+def close_inherited_sockets() -> None:
+    """Close the TCP sockets of this process, if it is a stub of Triton; call it before the stub opens one itself.
+
+    tritonserver 24.10 forks its stubs with every socket that it has open.  A stub that kept them would keep a
+    connection open that the server has closed, and a port in use after the server's death.
+    """
+    if os.path.basename(os.readlink("/proc/self/exe")) != _STUB:
+        return
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # not a socket, or closed: the one that lists the folder
+            found = socket.socket(fileno=int(name))
+            if found.family in (socket.AF_INET, socket.AF_INET6):
+                found.close()
+            else:
+                found.detach()
