@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("triton")
 
 from card_rig import card_core, functions_as_kernels, num_replays
-from emulated_card import emulated_card
+from emulated_card import Card
 from graph_rig import pretend_a_card
 
 from inflight.config import ConfigError, EngineConfig
@@ -195,16 +195,15 @@ def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]]
     ("model_type", "dtype"), [("mxfp4", "bfloat16"), pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.nightly)]
 )
 def test_decode_steps_are_captured(
-    model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    card: Card, model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On an emulated card, whatever the routing; with the tokens of experts by transformers."""
     functions_as_kernels(monkeypatch)
     make = partial(make_checkpoint, model_type) if model_type != "mxfp4" else make_mxfp4_checkpoint
     path = make(tmp_path, num_hidden_layers=1)
-    with emulated_card():
-        expected, _ = outputs(path, dtype=dtype, enforce_eager=True)
-        found, core = outputs(path, dtype=dtype, **FUSED)
-        assert found == expected
-        replays = {bucket.rows: count for bucket, count in num_replays(core).items()}
-        assert sorted(replays) == [1, 2]
-        assert all(replays.values()), replays
+    expected, _ = outputs(path, dtype=dtype, enforce_eager=True)
+    found, core = outputs(path, dtype=dtype, **FUSED)
+    assert found == expected
+    replays = {bucket.rows: count for bucket, count in num_replays(core).items()}
+    assert sorted(replays) == [1, 2]
+    assert all(replays.values()), replays
