@@ -30,7 +30,7 @@ VLLM_OPTIONS = {
     "tensor_parallel_size": "1",
     "tokenizer_mode": "auto",
 }
-OURS = ("inflight", "_editable_impl_inflight", "__editable__")
+OURS = ("inflight", "triton_inflight", "_editable_impl_", "__editable__")
 
 # Appended to the copy: each process that imports the package records where it found it.
 REPORT = """

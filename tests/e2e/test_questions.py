@@ -102,6 +102,8 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "reasoning_tags": None,
         "reasoning_opened": False,
         "reasoning_token_ids": None,
+        "fim_template": None,
+        "fim_stop_token_ids": [],
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
     }
 

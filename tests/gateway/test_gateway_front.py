@@ -380,7 +380,9 @@ async def test_names_that_are_not_this_servers_are_refused(start):
         "localhost.evil.example",
         "127.0.0.1.nip.io",
     ):
-        for path in ("/v1/models", "/health", "/nowhere"):
+        for path in ("/health", "/health/ready", "/ping", "/ready"):
+            assert (await front.http.get(path, headers={"Host": host})).status_code != 403, "probes have any name"
+        for path in ("/v1/models", "/", "/nowhere"):
             refused = await front.http.get(path, headers={"Host": host, "Origin": "https://a"})
             assert refused.status_code == 403 and refused.json()["error"]["code"] == "host_not_allowed"
             assert refused.headers["access-control-allow-origin"] == "*", "so that a page can read why"

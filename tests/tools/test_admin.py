@@ -31,6 +31,8 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
     def run(*arguments: str, **environment: str) -> Result:
         Recorded.keys = []
+        (tmp_path / "a").mkdir(exist_ok=True)
+        (tmp_path / "a" / "config.pbtxt").touch()
         folder = ["--model-repository", str(tmp_path)]
         return CliRunner().invoke(cli.app, [*arguments, *folder], env=environment)
 

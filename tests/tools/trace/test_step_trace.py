@@ -41,7 +41,7 @@ def test_any_other_value_is_an_error_that_names_the_key():
 
 
 def test_a_step_is_recorded_as_it_was():
-    core = traced_core(Info(), max_num_batched_tokens=8)
+    core = traced_core(Info(), max_num_batched_tokens=8, short_prompt_share=0.0)
     add(core, 1, list(range(1, 11)), max_tokens=3, ignore_eos=True)
     add(core, 2, [7, 8, 9], max_tokens=2, ignore_eos=True)
     run_until_idle(core, {}, {})
