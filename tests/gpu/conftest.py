@@ -27,6 +27,19 @@ if find_spec("msgspec") is None:
 
 HAS_GPU = torch.cuda.is_available()
 
+# On an emulated card these run nightly: each repeats, for another model or option, a test that `make test` runs.
+NIGHTLY = {
+    "test_every_kind_of_request_is_as_without_graphs[32]",
+    "test_every_rule_gives_the_tokens_of_the_cpu[eager, one at a time]",
+    "test_every_rule_gives_the_tokens_of_the_cpu[preempting]",
+    "test_every_rule_gives_the_tokens_of_the_cpu[swapping]",
+    "test_the_engine_serves_with_weights_and_kv_in_fp8[True]",
+    "test_a_model_that_looks_at_its_tensors_runs_eagerly",
+    "test_steps_with_prompts_are_as_without_graphs",
+    "test_padding_touches_no_slot_of_the_pool",
+    *(f"test_greedy_output_equals_generate[{model}]" for model in ("gemma2", "qwen3", "phi3", "granite")),
+}
+
 
 def _card() -> contextlib.AbstractContextManager[Any]:
     if HAS_GPU:
@@ -45,6 +58,12 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
     """The modules ask for a card when they are imported."""
     with _card():
         return (yield)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if not HAS_GPU and item.name in NIGHTLY and Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.nightly)
 
 
 @pytest.fixture(autouse=True)
