@@ -268,7 +268,7 @@ def record(args: argparse.Namespace, runs: Any, **summary: Any) -> None:
         "command": " ".join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": machine(),
-        "versions": versions("inflight", "torch", "transformers", "numpy", "tritonclient"),
+        "versions": versions("triton-inflight", "torch", "transformers", "numpy", "tritonclient"),
         "python": platform.python_version(),
         "arguments": {name: value for name, value in vars(args).items() if name != "output"},
         **summary,

@@ -6,8 +6,8 @@ import json
 import os
 import platform
 import time
-from importlib.metadata import version
-from importlib.util import find_spec
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,7 @@ __all__ = ["build", "write"]
 
 _MAX_POINTS = 600  # of a scatter plot
 _BINS = 40  # of tokens over time
-_PACKAGES = ("inflight", "torch", "transformers", "tritonclient", "locust", "nvidia-pytriton")
-_MODULES = {"nvidia-pytriton": "pytriton"}
+_PACKAGES = ("triton-inflight", "torch", "transformers", "tritonclient", "locust", "nvidia-pytriton")
 # Required ratios on CPU cores: tokens/s at saturation, and p95 time to first text at 40 users.
 _TARGETS = {"lognormal": {"tokens_per_second": 3.1}, "month-end": {"ttft_p95": 6.0}}
 
@@ -229,4 +228,9 @@ def _machine() -> str:
 
 
 def _versions() -> dict[str, str]:
-    return {name: version(name) for name in _PACKAGES if find_spec(_MODULES.get(name, name))}
+    """The versions of the packages that are installed."""
+    found = {}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found

@@ -114,4 +114,4 @@ if __name__ == "__main__":
     if job.read().get("profile"):
         job.write(profiled(job.read()))
     else:
-        job.run(["inflight", "torch", "transformers"], load, generate, steps)
+        job.run(["triton-inflight", "torch", "transformers"], load, generate, steps)

@@ -43,7 +43,7 @@ _DECODE_STEPS = 6
 _MIXED_PROMPT = 512
 _MAX_TOKENS = 8192  # of the prompts at one point of the design
 _MIN_ROUNDS = 3
-_PACKAGES = ("inflight", "torch", "transformers", "numpy")
+_PACKAGES = ("triton-inflight", "torch", "transformers", "numpy")
 
 
 @dataclass(eq=False)
