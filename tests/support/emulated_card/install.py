@@ -21,6 +21,7 @@ from torch.utils._device import _device_constructors
 from emulated_card import graphs, streams
 from emulated_card.card import Card
 from emulated_card.device_guard import device_guard
+from emulated_card.flash import flash_attention
 from emulated_card.kernels import CheckedAccess, launch_kernel
 from emulated_card.tensors import CUDA, CudaTensor, borrowed
 from inflight.kernels.gpu import launch
@@ -222,12 +223,23 @@ def _kernels_on(card: Card) -> Iterator[None]:
     """Launches of kernels in the Triton language go to the card, if its package is there."""
     try:
         from triton.runtime import interpreter
+
+        from inflight.kernels.gpu import gpu_pdl
     except ImportError:
         yield
         return
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch_kernel(card, self, args, kwargs, grid, warmup)
+
+    def grid_barrier(builder: Any) -> None:  # plans outlive a card
+        streams.current_card().access.wait()
+
+    set_place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def begin_program(builder: Any, *place: int) -> None:
+        card.access.program_begins()
+        set_place(builder, *place)
 
     caches = property(lambda self: {0: (card.compiled.setdefault(self, {}),)})
     card.access = CheckedAccess(interpreter._interpreter)
@@ -237,5 +249,14 @@ def _kernels_on(card: Card) -> Iterator[None]:
         patch.object(interpreter.InterpretedFunction, "run", run),
         patch.object(interpreter.InterpretedFunction, "device_caches", caches, create=True),
         patch.object(interpreter, "_interpreter", card.access),
+        patch.object(interpreter.InterpreterBuilder, "set_grid_idx", begin_program),
+        patch.object(interpreter.InterpreterBuilder, "grid_barrier", grid_barrier, create=True),
+        patch.multiple(
+            gpu_pdl,
+            interpreted=lambda: False,
+            gdc_wait=lambda: interpreter.interpreter_semantic.builder.grid_barrier(),
+            gdc_launch_dependents=lambda: None,  # the next kernel starts when this one has ended
+        ),
+        flash_attention(),
     ):
         yield
