@@ -264,7 +264,7 @@ def test_every_program_of_a_dependent_kernel_waits(card: Card, rows: int) -> Non
 def test_older_cards_have_no_dependent_kernels() -> None:
     with emulated_card(capability=(8, 9)):
         x = on_card(1.0, 2.0)
-        with pytest.raises(RuntimeError, match="requires .target sm_90"):
+        with pytest.raises(RuntimeError, match=r"requires \.target sm_90"):
             dependent_kernel[(2,)](x, x, True, False, 2, launch_pdl=True)
 
 

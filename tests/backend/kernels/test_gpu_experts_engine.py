@@ -1,4 +1,4 @@
-"""Engines with experts by the kernels, in the interpreter: MXFP4 in four bits, plain weights, captured steps."""
+"""Engines with experts by the kernels, on an emulated card: MXFP4 in four bits, plain weights, captured steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("triton")
 
 from card_rig import card_core, functions_as_kernels, num_replays
-from emulated_card import Card
-from graph_rig import pretend_a_card
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
@@ -35,7 +33,7 @@ from inflight.loading.quantization.mxfp4_experts import Mxfp4Experts
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
-    pytest.mark.usefixtures("gpu_rounding", "small_checks"),
+    pytest.mark.usefixtures("card", "small_kernels"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, on infinities in the interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
@@ -49,7 +47,9 @@ PARAMS = [
 
 
 @pytest.fixture
-def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of experts; functions of torch in place of all others."""
+    functions_as_kernels(monkeypatch)
     torch.set_num_threads(1)
     monkeypatch.setattr(loader, "_CHECKED_TOKENS", 8)  # the interpreter takes milliseconds for each program
     monkeypatch.setattr(loader, "_REPEATS", 2)
@@ -57,11 +57,9 @@ def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(path: str, **options: Any) -> LoadedModel:
-    """As on a GPU, whose memory is sized once a step can be run."""
-    values = dict(model=path, device="cpu", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        pretend_a_card(monkeypatch)
-        return load(EngineConfig.from_dict({**values, **options}))
+    """Its memory is not sized yet."""
+    values = dict(model=path, device="cuda", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
+    return load(EngineConfig.from_dict({**values, **options}))
 
 
 def error(model: LoadedModel) -> float:
@@ -182,7 +180,7 @@ def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_cpu_refuses_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "interpreted", lambda: False)
     with pytest.raises(ConfigError, match="kernel_config: fused_experts cannot be used"):
-        loaded(make_mxfp4_checkpoint(tmp_path), **FUSED)
+        loaded(make_mxfp4_checkpoint(tmp_path), device="cpu", **FUSED)
 
 
 def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]], Any]:
@@ -194,11 +192,8 @@ def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]]
 @pytest.mark.parametrize(
     ("model_type", "dtype"), [("mxfp4", "bfloat16"), pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.nightly)]
 )
-def test_decode_steps_are_captured(
-    card: Card, model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an emulated card, whatever the routing; with the tokens of experts by transformers."""
-    functions_as_kernels(monkeypatch)
+def test_decode_steps_are_captured(model_type: str, dtype: str, tmp_path: Path) -> None:
+    """Whatever the routing; with the tokens of experts by transformers."""
     make = partial(make_checkpoint, model_type) if model_type != "mxfp4" else make_mxfp4_checkpoint
     path = make(tmp_path, num_hidden_layers=1)
     expected, _ = outputs(path, dtype=dtype, enforce_eager=True)

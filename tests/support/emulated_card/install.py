@@ -147,7 +147,7 @@ def _cuda_of(card: Card) -> dict[str, Any]:
         "graph": graphs.graph,
         "graph_pool_handle": graphs.new_pool,
         "is_current_stream_capturing": lambda: card.capture_of(card.current_stream()) is not None,
-        "mem_get_info": lambda device=None: (memory.total - memory.others - memory.reserved, memory.total),
+        "mem_get_info": lambda device=None: (memory.available - memory.reserved, memory.total),
         "memory_allocated": lambda device=None: memory.allocated,
         "memory_reserved": lambda device=None: memory.reserved,
         "max_memory_allocated": lambda device=None: memory.peak_allocated,
