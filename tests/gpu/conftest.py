@@ -60,14 +60,23 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if (
-            not HAS_GPU
-            and Path(__file__).parent in item.path.parents
-            and not runs_in_make_test(item.path.name, item.name)
-        ):
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        if not runs_in_make_test(item.path.name, item.name):
             item.add_marker(pytest.mark.nightly)
+    if not any("::" in argument for argument in config.args):  # which choose some cases of a file
+        check_names({item.path.name for item in ours}, {(item.path.name, item.name) for item in ours})
+
+
+def check_names(files: set[str], cases: set[tuple[str, str]]) -> None:
+    """Raises UsageError: `IN_MAKE_TEST` names a case of the collected `files` that is none."""
+    for file in files & IN_MAKE_TEST.keys():
+        for function, named in IN_MAKE_TEST[file].items():
+            if unknown := [case for case in named if (file, f"{function}[{case}]") not in cases]:
+                raise pytest.UsageError(f"IN_MAKE_TEST of tests/gpu/conftest.py: {file} has no {function}{unknown}")
 
 
 def runs_in_make_test(file: str, name: str) -> bool:
