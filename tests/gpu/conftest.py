@@ -32,7 +32,11 @@ HAS_GPU = torch.cuda.is_available()
 IN_MAKE_TEST = {
     "test_gpu_device_runner.py": {"test_every_rule_gives_the_tokens_of_the_cpu": ["ahead"]},
     "test_gpu_engine.py": {"test_greedy_output_equals_generate": ["llama"]},
-    "test_gpu_fp8.py": {"test_the_engine_serves_with_weights_and_kv_in_fp8": ["False"]},
+    "test_gpu_fp8.py": {
+        "test_a_models_logits_are_the_twins": ["llama", "qwen3_moe"],
+        "test_checkpoints_in_fp8_run_as_they_are": ["per channel", "DeepSeek"],
+        "test_the_engine_serves_with_weights_and_kv_in_fp8": ["False"],
+    },
     "test_gpu_graphs.py": {
         "test_greedy_output_equals_generate": ["llama", "gpt_oss"],
         "test_every_kind_of_request_is_as_without_graphs": ["0"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import re
 from collections.abc import Iterator
@@ -44,11 +43,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def small_card(monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
     """A card of 100 MiB with another process on it; without headroom, so that the plan must be right."""
     monkeypatch.setattr(memory_plan, "HEADROOM", 0)
-    gc.freeze()  # the meter collects garbage a dozen times, and need not look through what imports have left
     with emulated_card(total=100 * MIB) as made:
         made.allocator.others = OTHERS
         yield made
-    gc.unfreeze()
 
 
 @pytest.fixture

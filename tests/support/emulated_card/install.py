@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import threading
 import types
@@ -49,6 +50,7 @@ def emulated_card(
     """
     if torch.cuda.is_available():
         pytest.skip("there is a card already")
+    _set_aside_what_is_there()
     _device_constructors()  # it remembers torch.tensor at its first call, which must be torch's own
     card = Card(total, capability, num_sms, rng)
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -68,6 +70,13 @@ def emulated_card(
         stack.enter_context(card.mode)
         stack.enter_context(torch.no_grad())  # torch without CUDA ends the process when it differentiates
         yield card
+
+
+def _set_aside_what_is_there() -> None:
+    """An engine that loads collects garbage a dozen times, and need not look at all that was there before."""
+    if gc.isenabled():
+        gc.collect()
+        gc.freeze()
 
 
 def _replacements(card: Card) -> dict[Any, dict[str, Any]]:
