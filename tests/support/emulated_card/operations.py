@@ -1,4 +1,4 @@
-"""What an emulated card does with an operation of torch.
+"""Dispatches operations of torch to an emulated card.
 
 An operation learns the shape of its result from the meta device, allocates it, and launches the computation for later.
 These are not late: operations whose result's size depends on contents wait for the stream, as on a GPU, and so do
