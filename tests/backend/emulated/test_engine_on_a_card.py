@@ -71,7 +71,7 @@ def test_ragged_arrivals_of_every_kind(
     core = without_waits(card_core(checkpoint, seed=1, **options))
     assert work_of(core, prompts, params, stagger=2) == expected
     assert (core.scheduler.num_preempted_total > 0) == (options.get("block_size") == 4)
-    assert (card.num_replays > 10) != ("enforce_eager" in options)
+    assert (card.num_replays >= 10) != ("enforce_eager" in options)
     assert not card.launched_at_once
 
 

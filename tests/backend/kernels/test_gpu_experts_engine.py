@@ -27,6 +27,7 @@ from inflight.kernels.gpu.gpu_experts import GpuExperts
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
 from inflight.loading.check import load_check
+from inflight.loading.forward import fused_experts
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import LoadedModel, load
 from inflight.loading.quantization.mxfp4_experts import Mxfp4Experts
@@ -167,6 +168,19 @@ def test_a_gate_of_another_kind_is_named(tmp_path: Path, caplog: pytest.LogCaptu
     path = make_checkpoint("qwen3_moe", tmp_path, hidden_act="gelu")
     assert not by_kernels(loaded(path, dtype="float32", **FUSED))
     assert "run through transformers: Qwen3MoeExperts has a gate of its own" in caplog.text
+
+
+def test_experts_of_transformers_5_17_do_not_say_whether_they_have_a_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_experts = fused_experts._plain_experts
+
+    def without(module: torch.nn.Module) -> Any:
+        module.__dict__.pop("has_post_expert_norm", None)
+        return plain_experts(module)
+
+    monkeypatch.setattr(fused_experts, "_plain_experts", without)
+    assert by_kernels(loaded(make_checkpoint("qwen3_moe", tmp_path), dtype="float32", **FUSED))
 
 
 def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

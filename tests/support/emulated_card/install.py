@@ -50,7 +50,6 @@ def emulated_card(
     """
     if torch.cuda.is_available():
         pytest.skip("there is a card already")
-    _set_aside_what_is_there()
     _device_constructors()  # it remembers torch.tensor at its first call, which must be torch's own
     card = Card(total, capability, num_sms, rng)
     overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
@@ -69,11 +68,15 @@ def emulated_card(
         stack.enter_context(device_guard())
         stack.enter_context(card.mode)
         stack.enter_context(torch.no_grad())  # torch without CUDA ends the process when it differentiates
+        _set_aside_what_is_there()
         yield card
 
 
 def _set_aside_what_is_there() -> None:
-    """An engine that loads collects garbage a dozen times, and need not look at all that was there before."""
+    """An engine that loads collects garbage a dozen times, and need not look at all that was there before.
+
+    Within the block, where engines that had an earlier card can still unpin their memory.
+    """
     if gc.isenabled():
         gc.collect()
         gc.freeze()
