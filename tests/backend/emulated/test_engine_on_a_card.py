@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -39,6 +40,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
     functions_as_kernels(monkeypatch)
+
+
+@pytest.fixture
+def restless_card() -> Iterator[Card]:
+    """It also works at random moments."""
+    with emulated_card(rng=random.Random(3)) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -85,36 +93,35 @@ _arrivals = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 99), st.intege
         pytest.param(dict(max_cudagraph_capture_size=40, **DRAFTING), id="graphs of prompts and drafts"),
     ],
 )
+@pytest.mark.usefixtures("restless_card")
 def test_any_arrivals(checkpoint: str, on_the_cpu: EngineCore, options: dict[str, Any]) -> None:
-    """On a card that also works at random moments."""
-    with emulated_card(rng=random.Random(3)):
-        core = without_waits(card_core(checkpoint, seed=1, **options))
+    core = without_waits(card_core(checkpoint, seed=1, **options))
 
-        @settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-        @given(arrivals=_arrivals, stagger=st.integers(0, 3))
-        def arrive(arrivals: list[tuple[int, int, int]], stagger: int) -> None:
-            prompts = [prompt_of(seed, length) for length, seed, _ in arrivals]
-            params = [every_kind(seed, max_tokens=count) for _, seed, count in arrivals]
-            assert work_of(core, prompts, params, stagger) == work_of(on_the_cpu, prompts, params, stagger)
+    @settings(max_examples=4, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+    @given(arrivals=_arrivals, stagger=st.integers(0, 3))
+    def arrive(arrivals: list[tuple[int, int, int]], stagger: int) -> None:
+        prompts = [prompt_of(seed, length) for length, seed, _ in arrivals]
+        params = [every_kind(seed, max_tokens=count) for _, seed, count in arrivals]
+        assert work_of(core, prompts, params, stagger) == work_of(on_the_cpu, prompts, params, stagger)
 
-        arrive()
+    arrive()
 
 
+@pytest.mark.usefixtures("restless_card")
 def test_requests_that_are_aborted_leave_nothing_in_those_that_take_their_slots(
     checkpoint: str, on_the_cpu: EngineCore
 ) -> None:
     """Aborts come while steps of the request run; what it had produced by then was right."""
     prompts, params = requests(14)
     expected = {key: tokens(deltas) for key, deltas in run(on_the_cpu, prompts, params).items()}
-    with emulated_card(rng=random.Random(4)):
-        core = card_core(checkpoint, seed=1, **SWAPPED, **DRAFTING)
-        for seed in range(3):
-            got, aborted = run_with_aborts(core, prompts, params, random.Random(seed))
-            assert got.keys() | aborted == expected.keys()
-            assert aborted
-            for key, token_ids in got.items():
-                assert token_ids == expected[key][: len(token_ids)]
-                assert key in aborted or token_ids == expected[key]
+    core = card_core(checkpoint, seed=1, **SWAPPED, **DRAFTING)
+    for seed in range(3):
+        got, aborted = run_with_aborts(core, prompts, params, random.Random(seed))
+        assert got.keys() | aborted == expected.keys()
+        assert aborted
+        for key, token_ids in got.items():
+            assert token_ids == expected[key][: len(token_ids)]
+            assert key in aborted or token_ids == expected[key]
 
 
 def run_with_aborts(

@@ -88,8 +88,8 @@ def test_no_load_takes_more_than_the_utilization(
     )
     limit = utilization * card.allocator.total
     forget_the_peak()
-    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 3 * index).tolist() for index in range(70)]
-    run(core, prompts, [busy_params(index) for index in range(70)])
+    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 5 * index).tolist() for index in range(40)]
+    run(core, prompts, [busy_params(index) for index in range(40)])
     assert peak() <= limit
     assert peak() > 0.9 * limit, "nor is memory kept back for nothing"
 

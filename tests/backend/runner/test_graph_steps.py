@@ -85,7 +85,7 @@ def test_every_bucket_gives_the_tokens_of_generate(checkpoint: str, launch_ahead
 
 
 @pytest.mark.parametrize(
-    "model_type", nightly_but(["gemma2", "jetmoe"], ["gemma2", "qwen3_moe", "llama4_text", "gpt2", "jetmoe"])
+    "model_type", nightly_but(["gemma2"], ["gemma2", "qwen3_moe", "llama4_text", "gpt2", "jetmoe"])
 )
 def test_architectures_give_the_tokens_of_generate(model_type: str, caplog: pytest.LogCaptureFixture) -> None:
     """Windows and softcap, experts, learned positions; and a model whose experts ask the host for their tokens."""
@@ -101,7 +101,7 @@ def test_architectures_give_the_tokens_of_generate(model_type: str, caplog: pyte
         assert sum(replays_by_rows(core).values()) >= 10
 
 
-@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("kind", nightly_but(["longrope"], ["longrope", "dynamic"]))
 def test_rotary_embeddings_of_each_length(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
     """Two choices are both in a graph, which takes each token's own; one for each length cannot be captured.
 
@@ -146,7 +146,7 @@ SQUEEZED = dict(num_gpu_blocks_override=24, block_size=4, max_num_seqs=4)
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(max_num_seqs=4), id="plain"),
+        pytest.param(dict(max_num_seqs=4), id="plain", marks=pytest.mark.nightly),
         pytest.param(dict(SQUEEZED), id="preempted"),
         pytest.param(dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped"),
         pytest.param(

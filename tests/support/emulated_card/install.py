@@ -70,13 +70,12 @@ def emulated_card(
         stack.enter_context(torch.no_grad())  # torch without CUDA ends the process when it differentiates
         _set_aside_what_is_there()
         yield card
+        if card.pinned.is_registered:
+            gc.collect()  # what has pinned it is to unpin it while there is a card
 
 
 def _set_aside_what_is_there() -> None:
-    """An engine that loads collects garbage a dozen times, and need not look at all that was there before.
-
-    Within the block, where engines that had an earlier card can still unpin their memory.
-    """
+    """An engine that loads collects garbage a dozen times, and need not look at all that was there before."""
     if gc.isenabled():
         gc.collect()
         gc.freeze()
