@@ -27,6 +27,7 @@ from inflight.kernels.gpu.gpu_experts import GpuExperts
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
 from inflight.loading.check import load_check
+from inflight.loading.checkpoint import mxfp4_checkpoint
 from inflight.loading.forward import fused_experts
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import LoadedModel, load
@@ -96,6 +97,25 @@ def test_float32_unpacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert not any(isinstance(module, Mxfp4Experts) for module in experts_of(model))
     assert by_kernels(model), "the unpacked experts are plain ones"
     assert "unpacked: the kernel needs dtype bfloat16 or float16, not torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_unpacked_experts_have_the_dtype_of_the_model(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 gives them bfloat16, whatever it is asked for."""
+    pretrained = mxfp4_checkpoint.pretrained
+
+    def in_bfloat16(*args: Any, **options: Any) -> torch.nn.Module:
+        model = pretrained(*args, **options)
+        for module in model.modules():
+            if type(module).__name__.endswith("Experts"):
+                module.to(torch.bfloat16)
+        return model
+
+    monkeypatch.setattr(mxfp4_checkpoint, "pretrained", in_bfloat16)
+    model = loaded(make_mxfp4_checkpoint(tmp_path), dtype=dtype)
+    assert {weight.dtype for weight in experts_of(model)[0].parameters()} == {getattr(torch, dtype)}
 
 
 def test_a_scale_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
