@@ -19,7 +19,7 @@ from torch.utils._device import _device_constructors
 from inflight.kernels.gpu import gpu_pdl
 from inflight.kernels.gpu.gpu_ops import GpuOps
 
-CUDA = torch.device("cuda")
+CUDA, CUDA0 = torch.device("cuda"), torch.device("cuda:0")
 MIB = 2**20
 
 
@@ -477,6 +477,14 @@ def test_torchs_own_default_devices_hold() -> None:
         assert torch.tensor([]).device.type == "meta"
     with torch.device("meta"):
         assert torch.tensor([]).device.type == "meta"
+
+
+def test_a_card_can_be_the_default_device(card: Card) -> None:
+    with torch.device("cuda"):
+        assert torch.get_default_device() == torch.tensor([]).device == CUDA0
+        assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+        assert torch.zeros(2).device == torch.as_tensor([3]).device == CUDA0
+    assert torch.tensor([]).device.type == "cpu"
 
 
 def test_random_numbers_have_a_seed_of_their_own(card: Card) -> None:

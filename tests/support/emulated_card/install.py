@@ -17,7 +17,8 @@ import torch
 from gpu_rounding import rounded_as_on_a_gpu
 from quick_interpreter import quick_interpreter
 from torch import Tensor
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from emulated_card import graphs, streams
 from emulated_card.card import Card
@@ -182,7 +183,7 @@ def _on_the_host_first(make: Any, card: Card) -> Any:
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        place = None if device is None else torch.device(device)
+        place = _default_device() if device is None else torch.device(device)
         interface = None if isinstance(data, Tensor) else getattr(data, "__cuda_array_interface__", None)
         if interface is not None:
             return _at_address(card, interface)
@@ -194,6 +195,12 @@ def _on_the_host_first(make: Any, card: Card) -> Any:
         return make(data, *args, device="cpu", **kwargs).to(CUDA)
 
     return made
+
+
+def _default_device() -> torch.device | None:
+    """That of the innermost `with torch.device(...)` or of `torch.set_default_device`; None if there is none."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _at_address(card: Card, interface: dict[str, Any]) -> Tensor:
