@@ -18,7 +18,7 @@ from inflight_tools.workload.slo import SLO
 from loadtest.analysis import Phase, knee, summary, values_of
 from loadtest.runner import Results, sweep_process
 
-__all__ = ["build", "write"]
+__all__ = ["build", "machine", "versions", "write"]
 
 _MAX_POINTS = 600  # of a scatter plot
 _BINS = 40  # of tokens over time
@@ -55,8 +55,8 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
         "checkpoint": plan.checkpoint,
         "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
-        "machine": _machine(),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "machine": machine(),
+        "versions": {"python": platform.python_version(), **versions()},
         "options": json.dumps(plan.options),
         "threads": "" if plan.endpoints else _THREADS,
         "rounds": len(results.rounds[ours]),
@@ -221,13 +221,14 @@ def _textless(phase: Phase) -> list[tuple[float, int]]:
     return [(round(float(at), 3), int((sent <= at).sum() - (sent + waits <= at).sum())) for at in times]
 
 
-def _machine() -> str:
+def machine() -> str:
+    """The processor, and the number of cores that this process may use."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
     found = {}
     for name in _PACKAGES:
