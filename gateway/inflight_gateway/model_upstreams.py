@@ -22,7 +22,7 @@ def upstream_for(options: GatewayOptions, routed: Callable[[str, str], None]) ->
         return Upstream(dataclasses.replace(options, triton=addresses, models=models), routed=routed)
 
     groups = dict(options.triton_groups)
-    others = groups.pop(None, None)
+    others = groups.pop("", None)
     if not groups:
         return group(options.triton, options.models)
     named = {model: group(addresses, (model,)) for model, addresses in groups.items()}
@@ -55,7 +55,7 @@ class ModelUpstreams:
         return only_model(await self.models()) if name is None else await self._of(name).find(name)
 
     async def models(self) -> list[ServedModel]:
-        """The models that are loaded; without those whose Tritons cannot be reached, unless that is true of all."""
+        """The models that are loaded; a model whose Tritons cannot be reached is left out, unless that is true of all."""
         found = await asyncio.gather(*[one.models() for one in self._all], return_exceptions=True)
         failures = [one for one in found if isinstance(one, BaseException)]
         unexpected = [error for error in failures if not isinstance(error, APIError)]

@@ -105,7 +105,7 @@ class GatewayOptions:
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
         named = set(self.triton_groups)  # checks them
-        if None not in named and not named.issuperset(self.models):
+        if "" not in named and not named.issuperset(self.models):
             raise ValueError(
                 f"models={self.models!r}: {sorted(set(self.models) - named)} have no Triton in {self.triton!r}"
             )
@@ -134,16 +134,16 @@ class GatewayOptions:
             )
 
     @property
-    def triton_groups(self) -> dict[str | None, tuple[str, ...]]:
-        """The addresses of `triton` by model; None: of Tritons without one.
+    def triton_groups(self) -> dict[str, tuple[str, ...]]:
+        """The addresses of `triton` by model; "": of Tritons without one.
 
         Raises:
             ValueError: an empty model or address.
         """
-        groups: dict[str | None, list[str]] = {}
+        groups: dict[str, list[str]] = {}
         for given in self.triton:
             model, separator, address = given.rpartition("=")
             if not address or (separator and not model):
                 raise ValueError(f"triton={given!r}: expected HOST:PORT, or MODEL=HOST:PORT")
-            groups.setdefault(model or None, []).append(address)
+            groups.setdefault(model, []).append(address)
         return {model: tuple(addresses) for model, addresses in groups.items()}

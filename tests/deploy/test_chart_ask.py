@@ -140,14 +140,14 @@ def test_the_commands_of_the_notes_name_what_the_chart_renders(case: str) -> Non
 
 
 def test_the_notes_make_the_secret_that_the_pods_mount() -> None:
-    values = {"gateway": {"apiKeysSecret": {"name": "door", "key": "keys.txt"}}}
+    values = {"gateway": {"apiKeysSecret": {"name": "clients", "key": "keys.txt"}}}
     (made,) = [line for line in commands(values) if "create secret" in line]
-    assert "create secret generic door --from-literal=keys.txt=" in made
+    assert "create secret generic clients --from-literal=keys.txt=" in made
     (read,) = [line for line in commands(values) if line.startswith("KEY=")]
-    assert r"get secret door -o jsonpath='{.data.keys\.txt}'" in read
+    assert r"get secret clients -o jsonpath='{.data.keys\.txt}'" in read
     volumes = only(render(values), "Deployment")["spec"]["template"]["spec"]["volumes"]
     (mounted,) = [one["secret"] for one in volumes if one["name"] == "api-keys"]
-    assert mounted["secretName"] == "door" and mounted["items"] == [{"key": "keys.txt", "path": "api-keys"}]
+    assert mounted["secretName"] == "clients" and mounted["items"] == [{"key": "keys.txt", "path": "api-keys"}]
     assert not [line for line in commands({}) if "secret" in line]
 
 

@@ -94,12 +94,12 @@ def test_the_gateway_in_front_finds_the_tritons_of_each_model_and_may_reach_them
     assert set(options.triton_groups) == set(NAMES)
     assert options.routing == "round-robin", "each address is the name of several pods"
     for model, (address,) in options.triton_groups.items():
-        workload = of_model(str(model))
+        workload = of_model(model)
         assert behind(address, of_kind(FOUND, "Service"), WORKLOADS) == [workload]
         triton = containers(workload)["triton"]
         assert flag(triton, "grpc-address") == "0.0.0.0"
         assert int(flag(triton, "grpc-max-connection-age")) <= 60_000, "new replicas are found when a connection ends"
-        policy = only(FOUND, "NetworkPolicy", name=NAMES[str(model)])
+        policy = only(FOUND, "NetworkPolicy", name=NAMES[model])
         rules = [rule for rule in policy["spec"]["ingress"] if {"port": "grpc", "protocol": "TCP"} in rule["ports"]]
         peers = [peer["podSelector"]["matchLabels"] for rule in rules for peer in rule["from"]]
         assert any(selects(labels, pod_labels(FRONT)) for labels in peers)

@@ -21,7 +21,7 @@ from inflight_gateway.upstream import Upstream
 
 
 class Fleet:
-    """Models and the scripted clients behind them; `others` serves whatever has no Triton of its own."""
+    """Models and the scripted clients behind them; `others` serves models without Tritons of their own."""
 
     def __init__(self, others: tuple[str, ...] = ()) -> None:
         self.clients = {name: self._client(name) for name in ("qwen", "llama")}
@@ -116,7 +116,7 @@ async def test_tritons_without_a_name_serve_all_other_models() -> None:
 def test_addresses_are_grouped_by_model() -> None:
     given = ("qwen2.5=a:8001", "c:8001", "qwen2.5=b:8001")
     options = GatewayOptions(triton=given)
-    assert options.triton_groups == {"qwen2.5": ("a:8001", "b:8001"), None: ("c:8001",)}
+    assert options.triton_groups == {"qwen2.5": ("a:8001", "b:8001"), "": ("c:8001",)}
     assert isinstance(upstream_for(options, lambda *_: None), ModelUpstreams)
     assert isinstance(upstream_for(GatewayOptions(triton=("a:8001", "b:8001")), lambda *_: None), Upstream)
 

@@ -56,7 +56,7 @@ def render(values: dict[str, Any], chart_folder: Path = CHART) -> list[Manifest]
 
 
 def notes(values: dict[str, Any]) -> str:
-    """What `helm install` prints with these values."""
+    """The text that `helm install` prints with these values."""
     with helm_python.Chart.load(CHART) as chart:
         return chart.render(values, name=RELEASE, namespace=NAMESPACE)["inflight/templates/NOTES.txt"]
 
