@@ -55,7 +55,7 @@ class ModelUpstreams:
         return only_model(await self.models()) if name is None else await self._of(name).find(name)
 
     async def models(self) -> list[ServedModel]:
-        """The models that are loaded; a model whose Tritons cannot be reached is left out, unless that is true of all."""
+        """The loaded models; a model whose Tritons cannot be reached is left out, unless that is true of all."""
         found = await asyncio.gather(*[one.models() for one in self._all], return_exceptions=True)
         failures = [one for one in found if isinstance(one, BaseException)]
         unexpected = [error for error in failures if not isinstance(error, APIError)]
