@@ -61,8 +61,10 @@ class ModelUpstreams:
         unexpected = [error for error in failures if not isinstance(error, APIError)]
         if unexpected or len(failures) == len(found):
             raise (unexpected or failures)[0]
-        # A name of `others` that is also a named model's leads to the latter.
-        return list({model.name: model for one in reversed(found) if isinstance(one, list) for model in one}.values())
+        models: dict[str, ServedModel] = {}
+        for model in (model for one in found if isinstance(one, list) for model in one):
+            models.setdefault(model.name, model)  # `others` can list one that has Tritons of its own
+        return list(models.values())
 
     async def ready(self) -> bool:
         """Whether one of the models can serve."""

@@ -58,7 +58,7 @@ async def front() -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
 
 async def test_a_request_goes_to_the_tritons_of_its_model(front: tuple[Fleet, httpx.AsyncClient]) -> None:
     fleet, http = front
-    assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["llama", "qwen"]
+    assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["qwen", "llama"]
     for name in ("qwen", "llama"):
         answer = await http.post("/v1/completions", json={"model": name, "prompt": "Hello"})
         assert answer.json()["choices"][0]["text"] == f"from {name}"
@@ -70,7 +70,7 @@ async def test_an_unknown_model_or_none_is_refused_with_the_names(front: tuple[F
     unknown = await http.post("/v1/completions", json={"model": "gemma", "prompt": "Hello"})
     assert unknown.status_code == 404 and "qwen, llama" in unknown.json()["error"]["message"]
     none = await http.post("/v1/completions", json={"prompt": "Hello"})
-    assert none.status_code == 400 and "models here: llama, qwen" in none.json()["error"]["message"]
+    assert none.status_code == 400 and "models here: qwen, llama" in none.json()["error"]["message"]
 
 
 async def test_a_model_that_cannot_be_reached_leaves_the_others(front: tuple[Fleet, httpx.AsyncClient]) -> None:
