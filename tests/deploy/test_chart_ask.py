@@ -159,12 +159,28 @@ def test_the_install_texts_make_the_secret_that_they_name() -> None:
         assert made < text.index("helm install "), "the pods wait for it"
 
 
+def selector_of(removal: str) -> tuple[dict[str, str], str]:
+    """The labels of a removal's Services, and the version that it spares."""
+    (present,) = re.findall(r"inflight-peers!=(\w+)", removal)
+    return dict(part.split("=") for part in re.findall(r"[\w./-]+=[\w-]+", removal)), present
+
+
+def test_each_of_several_stateful_sets_keeps_the_services_of_the_others() -> None:
+    values = {"workload": {"kind": "StatefulSet"}, "models": [{"model": {"name": name}} for name in ("a", "b")]}
+    removals = [selector_of(line) for line in commands(values) if "delete service" in line]
+    kept = [one["metadata"]["labels"] for one in of_kind(render(values), "Service")]
+    versions = [labels for labels in kept if "inflight-peers" in labels]
+    assert [present for _, present in removals] == [labels["inflight-peers"] for labels in versions]
+    for labels, (wanted, present) in zip(versions, removals):
+        chosen = [one for one in versions if selects(wanted, one) and one["inflight-peers"] != present]
+        assert not chosen and selects(wanted, labels)
+
+
 def test_a_stateful_sets_notes_say_how_to_remove_services_of_earlier_versions() -> None:
     values = {"workload": {"kind": "StatefulSet"}}
     (removal,) = [line for line in commands(values) if "delete service" in line]
     assert not [line for line in commands({}) if "delete service" in line]
-    wanted = dict(part.split("=") for part in re.findall(r"[\w./-]+=\w+", removal))
-    (present,) = re.findall(r"inflight-peers!=(\w+)", removal)
+    wanted, present = selector_of(removal)
     kept = [one for one in of_kind(render(values), "Service") if "inflight-peers" in one["metadata"]["labels"]]
     assert [one["metadata"]["labels"]["inflight-peers"] for one in kept] == [present]
     assert wanted.items() <= kept[0]["metadata"]["labels"].items()

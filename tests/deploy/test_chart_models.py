@@ -124,6 +124,17 @@ def test_clients_reach_the_gateway_in_front() -> None:
         assert f"rollout status {kind}/{name}\n" in notes(MODELS)
 
 
+@pytest.mark.parametrize("grpc", [True, False])
+def test_one_load_balancer_is_made_unless_grpc_needs_more(grpc: bool) -> None:
+    service = {"type": "LoadBalancer", "annotations": {"balancer": "internal"}, "grpc": {"enabled": grpc}}
+    found = of_kind(render({**MODELS, "service": service}), "Service")
+    balanced = {one["metadata"]["name"] for one in found if one["spec"].get("type") == "LoadBalancer"}
+    assert balanced == ({FULLNAME, *NAMES.values()} if grpc else {FULLNAME})
+    assert {
+        one["metadata"]["name"] for one in found if one["metadata"].get("annotations") == {"balancer": "internal"}
+    } == balanced
+
+
 def test_prometheus_finds_all_pods() -> None:
     labels = only(FOUND, "ServiceMonitor")["spec"]["selector"]["matchLabels"]
     services = [one for one in of_kind(FOUND, "Service") if selects(labels, one["metadata"]["labels"])]
