@@ -145,24 +145,22 @@ class Connection:
         }
 
     def _channel_args(self) -> list[tuple[str, Any]]:
-        """tritonclient's arguments, and three more: by default, gRPC waits up to two minutes between connection
-        attempts, far longer than a server needs to restart, and all clients of a process share one TCP connection.
+        """tritonclient's arguments, and four more: by default, gRPC waits up to two minutes between connection
+        attempts, far longer than a server needs to restart, and half a minute until it looks up a name again, although
+        other servers can have taken its place; and all clients of a process share one TCP connection.
         """
         args: list[tuple[str, Any]] = [
             ("grpc.max_send_message_length", _INT32_MAX),
             ("grpc.max_receive_message_length", _INT32_MAX),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.dns_min_time_between_resolutions_ms", 1000),
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if self.is_loopback:
             args.append(("grpc.enable_http_proxy", 0))
         if self.round_robin:
-            args += [
-                ("grpc.lb_policy_name", "round_robin"),
-                # gRPC looks for new addresses when a connection ends, but only half a minute after the last look.
-                ("grpc.dns_min_time_between_resolutions_ms", 1000),
-            ]
+            args.append(("grpc.lb_policy_name", "round_robin"))
         if self.keepalive_options is not None:
             alive = self.keepalive_options
             args += [
