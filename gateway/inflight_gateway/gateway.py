@@ -9,9 +9,10 @@ from starlette.requests import Request
 from inflight_gateway.body_reader import BodyReader
 from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
+from inflight_gateway.model_upstreams import upstream_for
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.triton_metrics import TritonMetrics
-from inflight_gateway.upstream import Upstream
+from inflight_gateway.upstream import AnyUpstream
 
 __all__ = ["Gateway", "gateway_of"]
 
@@ -26,11 +27,11 @@ class Gateway:
         upstream: replaces a real one, in tests.
     """
 
-    def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
+    def __init__(self, options: GatewayOptions, upstream: AnyUpstream | None = None) -> None:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyReader(options)
-        self.upstream = upstream or Upstream(options, routed=self.metrics.routed)
+        self.upstream = upstream or upstream_for(options, self.metrics.routed)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
 
     async def close(self) -> None:

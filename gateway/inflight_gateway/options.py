@@ -21,6 +21,7 @@ class GatewayOptions:
 
     Attributes:
         triton: gRPC addresses `host:port`, the preferred one first.  They serve the same checkpoints.
+            `MODEL=host:port` serves this model alone, and no other Triton gets its requests.
         routing: chooses one of them for a request: the first that has not failed recently ("ordered"), each in turn
             ("round-robin"), the one with the fewest requests ("least-loaded"), or the one that has the prompt's prefix
             ("prefix").
@@ -103,10 +104,16 @@ class GatewayOptions:
         check_fim_template(self.fim_template)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        named = set(self.triton_groups)  # checks them
+        if "" not in named and not named.issuperset(self.models):
+            raise ValueError(
+                f"models={self.models!r}: {sorted(set(self.models) - named)} have no Triton in {self.triton!r}"
+            )
         if self.routing not in POLICIES:
             raise ValueError(f"routing={self.routing!r}: must be one of {', '.join(POLICIES)}")
         if self.routing != "ordered":
-            BoundedRing(self.triton, self.routing_load_factor)
+            for addresses in self.triton_groups.values():
+                BoundedRing(addresses, self.routing_load_factor)
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
@@ -125,3 +132,18 @@ class GatewayOptions:
             raise ValueError(
                 f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
             )
+
+    @property
+    def triton_groups(self) -> dict[str, tuple[str, ...]]:
+        """The addresses of `triton` by model; "": of Tritons without one.
+
+        Raises:
+            ValueError: an empty model or address.
+        """
+        groups: dict[str, list[str]] = {}
+        for given in self.triton:
+            model, separator, address = given.rpartition("=")
+            if not address or (separator and not model):
+                raise ValueError(f"triton={given!r}: expected HOST:PORT, or MODEL=HOST:PORT")
+            groups.setdefault(model, []).append(address)
+        return {model: tuple(addresses) for model, addresses in groups.items()}

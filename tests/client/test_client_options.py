@@ -191,6 +191,14 @@ def test_proxies_do_not_apply_to_this_machine() -> None:
         assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
 
 
+def test_a_name_is_looked_up_again_soon() -> None:
+    """By default gRPC waits half a minute after the last time: too long when other servers take its place."""
+    assert (
+        dict(connection("gpu:1").grpc_client_options()["channel_args"])["grpc.dns_min_time_between_resolutions_ms"]
+        <= 1000
+    )
+
+
 def test_headers_are_lower_case_in_grpc() -> None:
     assert connection(headers={"Authorization": "x"}).grpc_headers() == {"authorization": "x"}
 

@@ -59,7 +59,10 @@ Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unk
 def gateway(
     triton: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="gRPC address of a Triton; repeatable, the preferred one first."),
+        typer.Option(
+            metavar="[MODEL=]HOST:PORT",
+            help="gRPC address of a Triton; repeatable, the preferred one first.  MODEL=: for this model alone.",
+        ),
     ] = None,
     routing: Annotated[
         str,
@@ -133,7 +136,7 @@ def gateway(
         ),
     ] = None,
 ) -> None:
-    """Serve OpenAI's API in front of one Triton, or of several that serve the same models.
+    """Serve OpenAI's API in front of one Triton, of several that serve the same models, or of several for each model.
 
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the port cannot be used, 2 wrong usage.
     """
