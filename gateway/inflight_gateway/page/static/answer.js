@@ -72,7 +72,7 @@ export class Answer {
     if (this.json && isJson(this.text.text)) this.body.replaceChildren(jsonBlock(this.text.text));
     for (const call of this.calls) {
       call.args.end();
-      if (isJson(call.args.text)) call.args.node.parentElement.replaceWith(jsonBlock(call.args.text));
+      if (isJson(call.args.text)) call.block.replaceWith(jsonBlock(call.args.text, "arguments"));
     }
     const copy = this.text.text ? [copyButton(() => this.text.text)] : [];
     this.foot.replaceChildren(...copy, this.#figures(ended));
@@ -108,7 +108,8 @@ export class Answer {
       const call = make("section", { className: "call", "aria-label": `Call of ${name}` },
         make("h4", {}, make("span", { className: "badge" }, "Tool call"), " ", make("code", {}, name)), block, label);
       this.foot.before(call);
-      this.calls[index] = { id, name, field, args: new GrowingText(block.querySelector("code"), () => this.drawn("")) };
+      const args = new GrowingText(block.querySelector("code"), () => this.drawn(""));
+      this.calls[index] = { id, name, field, block, args };
     }
     if (text) this.calls[index].args.add(text);
   }
@@ -134,5 +135,5 @@ const seconds = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toF
 /** A box with a title and a text; `isError` decides its colour and whether it is read out at once. */
 export function notice({ title, text }, isError, ...more) {
   const properties = { className: isError ? "notice error" : "notice", role: isError ? "alert" : "note" };
-  return make("div", properties, title ? make("strong", {}, title) : null, title ? " " : null, text, ...more);
+  return make("div", properties, title ? make("strong", {}, `${title}:`) : null, title ? " " : null, text, ...more);
 }

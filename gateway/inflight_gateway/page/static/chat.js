@@ -49,13 +49,9 @@ function submit() {
   if (body === null) return;
   field.value = "";
   fit(field);
-  add({ role: "user", content: text });
+  messages.push({ role: "user", content: text });
   show(make("article", { className: "turn user" }, make("h3", {}, "You"), make("div", { className: "plain" }, text)));
   answer(body);
-}
-
-function add(message) {
-  messages.push(message);
 }
 
 function show(element) {
@@ -98,10 +94,10 @@ async function answer(body) {
   if (!shown.element.isConnected) return; // a new chat began
   shown.end(problem);
   const message = shown.message;
-  if (message) add(message);
+  if (message) messages.push(message);
   if (problem && !message) offerAgain(shown, body);
   if (message?.tool_calls && !problem) offerResults(shown, body);
-  say(problem ? `${problem.title} ${problem.text}` : "The answer is complete");
+  say(problem ? `${problem.title}: ${problem.text}` : "The answer is complete");
   follow();
 }
 
@@ -121,19 +117,21 @@ async function receive(body, signal, shown) {
 }
 
 function problemOf(error, shown) {
-  if (error.name === "AbortError") return { title: "Stopped.", text: "You ended this answer." };
+  if (error.name === "AbortError") return { title: "Stopped", text: "you ended this answer." };
   if (error instanceof Failure && error.status) return inWords(error);
   const text = error instanceof Failure ? error.message : "The connection was lost while the answer came";
   if (shown.firstToken === null) return inWords(new Failure(0, text));
-  return { title: "Interrupted.", text: `${text.replace(/[.\s]*$/, "")}. The answer is not complete.` };
+  return { title: "Interrupted", text: `${text.replace(/[.\s]*$/, "")}. The answer is not complete.` };
 }
 
-/** A button that sends the last message again. */
+/** A button that sends the last message again; it is no part of the chat until then. */
 function offerAgain(shown, body) {
   const again = make("button", { type: "button" }, "Try again");
+  const unsent = messages.at(-1).role === "user" ? [messages.pop()] : [];
   again.addEventListener("click", () => {
     if (open) return;
     shown.element.remove();
+    messages.push(...unsent);
     answer(requestBody() ?? body);
   });
   shown.foot.replaceChildren(again);
@@ -147,7 +145,7 @@ function offerResults(shown, body) {
     send.remove();
     for (const { id, name, field } of shown.calls) {
       field.readOnly = true;
-      add({ role: "tool", tool_call_id: id, name, content: field.value });
+      messages.push({ role: "tool", tool_call_id: id, name, content: field.value });
     }
     answer(requestBody() ?? body);
   });

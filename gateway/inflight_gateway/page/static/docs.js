@@ -11,13 +11,13 @@ const EXAMPLES = {
   "/v1/completions": { prompt: "Once upon a time", max_tokens: 32 },
   "/v1/responses": { input: "Hi", max_output_tokens: 32 },
   "/v1/responses/input_tokens": { input: "Hi" },
-  "/v1/messages": { model: "NAME", max_tokens: 32, messages: [{ role: "user", content: "Hi" }] },
-  "/v1/messages/count_tokens": { model: "NAME", messages: [{ role: "user", content: "Hi" }] },
+  "/v1/messages": { max_tokens: 32, messages: [{ role: "user", content: "Hi" }] },
+  "/v1/messages/count_tokens": { messages: [{ role: "user", content: "Hi" }] },
   "/tokenize": { prompt: "Hi" },
   "/detokenize": { tokens: [1, 2, 3] },
-  "/api/chat": { model: "NAME", messages: [{ role: "user", content: "Hi" }], stream: false },
-  "/api/generate": { model: "NAME", prompt: "Hi", stream: false },
-  "/api/show": { model: "NAME" },
+  "/api/chat": { messages: [{ role: "user", content: "Hi" }], stream: false },
+  "/api/generate": { prompt: "Hi", stream: false },
+  "/api/show": {},
   "/invocations": { messages: [{ role: "user", content: "Hi" }], max_tokens: 32 },
 };
 
@@ -31,7 +31,7 @@ async function start() {
   } catch (error) {
     const { title, text } = inWords(error instanceof Failure ? error : new Failure(0, String(error)));
     byId("problem").hidden = false;
-    byId("problem").textContent = `${title}. ${text} The list below is all that is shown without it.`;
+    byId("problem").textContent = `${title}: ${text} The list below is all that is shown without it.`;
   }
 }
 
@@ -114,7 +114,7 @@ function typeOf(spec, schema, depth = 0) {
 
 /** An example as curl, and the same request with a button that sends it. */
 function tryIt(path, verb) {
-  const example = EXAMPLES[path] ? { ...EXAMPLES[path], ...(EXAMPLES[path].model ? { model } : {}) } : null;
+  const example = EXAMPLES[path] ? { model, ...EXAMPLES[path] } : null;
   const url = () => path.replace("{model}", encodeURIComponent(model));
   const field = example === null ? null
     : make("textarea", { className: "code", rows: 8, spellcheck: false, value: JSON.stringify(example, null, 2) });
@@ -145,7 +145,7 @@ async function sent(button, path, verb, body, result) {
     result.replaceChildren(make("p", { className: "muted small" }, note), text ? jsonBlock(cut) : "");
   } catch (error) {
     const { title, text } = inWords(error instanceof Failure ? error : new Failure(0, String(error)));
-    result.replaceChildren(make("div", { className: "notice error" }, make("strong", {}, title), " ", text));
+    result.replaceChildren(make("div", { className: "notice error" }, make("strong", {}, `${title}:`), " ", text));
   } finally {
     button.disabled = false;
   }

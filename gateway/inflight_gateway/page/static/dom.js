@@ -17,7 +17,7 @@ export function make(tag, properties = {}, ...children) {
 export function codeBlock(text, language = "", children = null) {
   const code = make("code", {}, ...(children ?? [text]));
   const copy = copyButton(() => code.textContent);
-  return make("div", { className: "code-block" }, make("div", { className: "code-head" }, language, copy),
+  return make("div", { className: "code-block" }, make("div", { className: "code-head" }, make("span", {}, language), copy),
     make("pre", { tabIndex: 0 }, code));
 }
 

@@ -61,7 +61,8 @@ const TITLES = {
 /** A title, and what to do about a failure. */
 export function inWords(failure) {
   const title = TITLES[failure.status] ?? `The server answered ${failure.status}`;
-  const wait = failure.retryAfter === null ? "" : ` Try again in ${failure.retryAfter} s.`;
+  const isSaid = failure.retryAfter == null || /retry in/.test(failure.message);
+  const wait = isSaid ? "" : ` Try again in ${failure.retryAfter} s.`;
   return { title, text: failure.message.replace(/[.\s]*$/, ".") + wait };
 }
 

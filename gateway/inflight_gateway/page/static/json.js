@@ -15,8 +15,8 @@ export function isJson(text) {
 }
 
 /** A block of code with an indented JSON text, or the text as it is if it is not JSON. */
-export function jsonBlock(text) {
-  return isJson(text) ? codeBlock("", "json", indented(text)) : codeBlock(text);
+export function jsonBlock(text, title = "json") {
+  return isJson(text) ? codeBlock("", title, indented(text)) : codeBlock(text);
 }
 
 function indented(text) {

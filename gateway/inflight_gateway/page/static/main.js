@@ -36,6 +36,11 @@ byId("prompt").addEventListener("focus", () => {
   for (const one of panels.keys()) one.set(false);
 });
 
+const narrow = matchMedia("(max-width: 799px)"); // as in page.css: beyond, the panel is always shown
+const enable = () => { byId("show-server").disabled = !narrow.matches; };
+narrow.addEventListener("change", enable);
+enable();
+
 startSettings();
 startChat();
 startStatus();

@@ -94,7 +94,7 @@ function parsed(field) {
   try {
     return JSON.parse(byId(field).value);
   } catch (error) {
-    said.textContent = `This is no JSON: ${error.message}`;
+    said.textContent = `This is not JSON: ${error.message}`;
     throw Object.assign(error, { field });
   }
 }

@@ -1,7 +1,7 @@
 // The state of the server, asked for every two seconds while the page is visible.
 
 import { byId, make } from "./dom.js";
-import { Failure, askForKey, call, hasKey } from "./gateway.js";
+import { askForKey, call, hasKey, inWords } from "./gateway.js";
 import { Rates } from "./rates.js";
 import { offerModels } from "./settings.js";
 
@@ -40,12 +40,11 @@ async function look() {
 }
 
 function failed(error) {
-  const isRefusal = error instanceof Failure && error.status === 401;
+  const isRefusal = error.status === 401;
   refused = isRefusal;
   byId("key-line").hidden = !isRefusal && !hasKey();
-  const text = error instanceof Failure ? error.message : "The gateway does not answer in time.";
   health("down", isRefusal ? "Needs a key" : "No answer");
-  problem(text);
+  problem(isRefusal ? "This gateway asks for an API key." : inWords(error).text);
   figures([]);
 }
 
@@ -78,7 +77,7 @@ function showHealth({ tritons, models, problem: text }, loads) {
   const serves = models.length > 0 && loads.some(({ state }) => state === "ready");
   problem(text ?? (serves ? "" : "No model can answer now."));
   if (!serves) health("down", "No model is ready");
-  else if (down) health("partly", `${down} of ${tritons.length} replicas down`);
+  else if (down) health("partly", `${down} of ${tritons.length} down`);
   else if (bad) health("partly", "A model has a problem");
   else health("up", "Ready");
 }
@@ -90,7 +89,8 @@ function figures(loads) {
   byId("rate").textContent = rate === null ? "–" : number(rate);
   share("kv", sum(loads, "kv_blocks_used"), sum(loads, "kv_blocks"));
   share("hits", sum(loads, "prefix_hits"), sum(loads, "prefix_queries"));
-  curve.push(rate ?? 0);
+  if (rate === null) return;
+  curve.push(rate);
   if (curve.length > CURVE) curve.shift();
   const top = Math.max(1, ...curve);
   const points = curve.map((value, at) => `${120 - 2 * (curve.length - 1 - at)},${(31 - 29 * value / top).toFixed(1)}`);
@@ -99,7 +99,7 @@ function figures(loads) {
 
 function share(id, part, whole) {
   const value = part !== null && whole ? part / whole : null;
-  byId(id).textContent = value === null ? "–" : `${(value * 100).toFixed(value < 0.1 ? 1 : 0)}%`;
+  byId(id).textContent = value === null ? "–" : percent(value);
   byId(`${id}-bar`).value = value ?? 0;
 }
 
@@ -110,6 +110,7 @@ function sum(loads, field) {
 }
 
 const number = (value) => (value === null ? "–" : value.toLocaleString("en", { maximumFractionDigits: value < 10 ? 1 : 0 }));
+const percent = (value) => `${(value * 100).toFixed(value > 0 && value < 0.1 ? 1 : 0)}%`;
 const count = (value, what) => `${number(value)} ${what}${value === 1 ? "" : "s"}`;
 
 function modelLine(model, loads) {
@@ -128,8 +129,8 @@ function tritonLine({ address, up, models }) {
 function loadLine(load) {
   const state = { ready: "up", "not loaded": "down", failed: "down", unresponsive: "down" }[load.state] ?? "partly";
   const facts = [];
-  if (load.running !== null) facts.push(`${number(load.running)} running, ${number(load.waiting)} waiting`);
-  if (load.kv_blocks) facts.push(`${number(load.kv_blocks_used)} of ${number(load.kv_blocks)} KV blocks`);
+  if (load.running !== null) facts.push(`${number(load.running)} running`, `${number(load.waiting)} waiting`);
+  if (load.kv_blocks) facts.push(`KV ${percent(load.kv_blocks_used / load.kv_blocks)}`);
   return make("div", { className: "load small" },
     make("div", { className: "row" }, make("span", { className: "name" }, load.model), mark(state, load.state)),
     facts.length ? make("div", { className: "muted" }, facts.join(" · ")) : null,
