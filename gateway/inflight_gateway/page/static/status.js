@@ -43,6 +43,7 @@ function failed(error) {
   const isRefusal = error.status === 401;
   refused = isRefusal;
   byId("key-line").hidden = !isRefusal && !hasKey();
+  byId("change-key").textContent = isRefusal ? "Enter the API key" : "Change the API key";
   health("down", isRefusal ? "Needs a key" : "No answer");
   problem(isRefusal ? "This gateway asks for an API key." : inWords(error).text);
   figures([]);
@@ -116,7 +117,7 @@ const count = (value, what) => `${number(value)} ${what}${value === 1 ? "" : "s"
 function modelLine(model, loads) {
   const own = loads.filter((load) => load.model === model.id);
   const rate = rates.total(own);
-  const facts = [model.max_model_len ? `${number(model.max_model_len)} tokens of context` : null,
+  const facts = [model.max_model_len ? `context ${number(model.max_model_len)}` : null,
     rate === null ? null : `${number(rate)} tokens/s`].filter(Boolean);
   return make("li", {}, make("strong", {}, model.id), make("span", { className: "muted small" }, facts.join(" · ")));
 }
