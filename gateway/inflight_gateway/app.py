@@ -171,7 +171,12 @@ def _routes() -> list[Route]:
     ]
     pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
     routes.append(Route("/api/{operation:path}", ollama_absent, methods=["GET", "HEAD", "POST", "DELETE"]))
-    return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page), Route("/page/{name}", page_file)]
+    return [
+        *routes,
+        Route("/openapi.json", pages.document),
+        Route("/docs", pages.page),
+        Route("/page/{name}", page_file),
+    ]
 
 
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:

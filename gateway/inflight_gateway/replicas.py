@@ -107,7 +107,7 @@ class _Stats(msgspec.Struct):
 
 
 class Replicas:
-    """Asks every Triton, also those that the gateway sends no requests to at the moment.
+    """Asks every Triton, including the ones that get no requests at the moment.
 
     Args:
         options: addresses, headers and the admin key.
@@ -127,7 +127,9 @@ class Replicas:
         self._upstream = upstream
         self._clock = clock
         headers = dict(options.headers)
-        make = connect or (lambda address: AsyncClient(address, model="", headers=headers, connect_timeout=_ASK_SECONDS))
+        make = connect or (
+            lambda address: AsyncClient(address, model="", headers=headers, connect_timeout=_ASK_SECONDS)
+        )
         self._clients = {address: make(address) for address in options.triton}
         self._lock = asyncio.Lock()  # one question for all readers
         self._last: Fleet | None = None

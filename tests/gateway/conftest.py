@@ -56,7 +56,7 @@ class RunningGateway:
 async def running(
     client: ScriptedClient, replicas: Mapping[str, ScriptedClient] = MappingProxyType({}), **options: Any
 ) -> AsyncIterator[RunningGateway]:
-    """`replicas`: by address, those that are not `client`."""
+    """`replicas`: clients of addresses other than `client`."""
     chosen = GatewayOptions(**options)
     upstream = Upstream(chosen, client)
     gateway = Gateway(chosen, upstream, Replicas(chosen, upstream, lambda address: replicas.get(address, client)))

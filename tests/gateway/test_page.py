@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -76,14 +77,16 @@ def test_nothing_comes_from_elsewhere_and_no_text_becomes_html(name):
     assert not re.search(r"https?://[a-z0-9]", source), "a foreign address"
     unsafe = r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function|DOMParser|setHTML|srcdoc"
     assert not re.search(unsafe, source)
-    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=[\"']", source), "inline, which the policy forbids"
+    assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\sstyle=|\son[a-z]+=[\"']", source), (
+        "inline, which the policy forbids"
+    )
 
 
 @pytest.mark.parametrize("name", sorted(name for name in SOURCES if name.endswith(".js")))
 def test_scripts_find_their_modules_and_elements(name):
     for imported in re.findall(r'from "\./([^"]+)"', SOURCES[name]):
         assert imported in SOURCES
-    names = {dialog for dialog in ("key", "key-dialog", "key-form", "key-error", "key-reason", "key-cancel")}
+    names = {"key", "key-dialog", "key-form", "key-error", "key-reason", "key-cancel"}
     ids = set(re.findall(r'byId\("([\w-]+)"\)', SOURCES[name])) | (names if name == "gateway.js" else set())
     pages = SOURCES.values() if name in ("gateway.js", "dom.js") else [page_of(name)]
     for page in (page for page in pages if page.startswith("<!doctype")):
@@ -170,6 +173,47 @@ async def test_the_state_has_models_and_load(start):
     assert client.admin_keys == ["admin", "admin"]
 
 
+async def test_the_docs_show_the_keys_of_the_state(start):
+    page = (Path(__file__).parents[2] / "docs" / "page.md").read_text(encoding="utf-8")
+    shown = json.loads(page.split("```json\n")[1].split("```")[0])
+
+    def keys(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: keys(one) for name, one in value.items()}
+        return [keys(one) for one in value] if isinstance(value, list) else None
+
+    assert keys(shown) == keys(await status(await start(ok, triton=("a:1",))))
+
+
+async def test_the_pages_own_request_is_strict(start):
+    """With all settings, as the page's settings.js makes it."""
+    client = ScriptedClient(ok)
+    client.info.update(reasoning_tags=["<think>", "</think>"], tool_format="hermes")
+    front = await start(client, strict=True)
+    body = {
+        "model": "demo",
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "temperature": 0,
+        "max_tokens": 5,
+        "think": True,
+        "response_format": {"type": "json_object"},
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "messages": [
+            {"role": "user", "content": "a"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+            },
+            {"role": "tool", "tool_call_id": "1", "name": "f", "content": "b"},
+        ],
+    }
+    answer = await front.post("/v1/chat/completions", body)
+    assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n"), answer.text
+    assert "x-inflight-warning" not in answer.headers
+
+
 async def test_neither_paths_nor_processes_nor_tenants_nor_keys_are_shown(start):
     front = await start(ok, admin_key="admin-secret", api_keys=("key",))
     shown = (await front.http.get("/page/status", headers=KEY)).text
@@ -194,7 +238,7 @@ async def test_one_of_several_is_down(start):
 @pytest.mark.parametrize(
     ("answer", "is_ready", "state", "says"),
     [
-        (stats(engine=False, state="restarting", reason="the engine process is being restarted"), True, "restarting", "being"),
+        (stats(engine=False, state="restarting", reason="it is restarted"), True, "restarting", "restarted"),
         (DeadlineExceededError("no answer"), True, "unresponsive", "no answer within 2 s"),
         (InvalidRequestError("unknown model", code="NOT_FOUND"), False, "not loaded", None),
         (UnavailableError("Stub process is not healthy"), True, "unresponsive", "not healthy"),

@@ -1,16 +1,15 @@
-"""The page in Chromium, against a gateway with a scripted backend.  It takes a `chromium` and the package playwright."""
+"""The page in Chromium, against a gateway with a scripted backend.  Takes `chromium` and the package playwright."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import shutil
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from scripted_client import ScriptedClient, stats, text
+from scripted_client import ScriptedClient, text
 
 from inflight_client import DeadlineExceededError, InvalidRequestError, ServerUnreachableError, UnavailableError
 
@@ -92,7 +91,9 @@ async def test_a_message_is_answered_as_the_text_comes(start, open_page):
     await ask(page, "More", ".assistant:nth-of-type(4)[aria-busy=false]")
     first, second = front.client.requests
     assert [one["role"] for one in second.messages] == ["system", "user", "assistant", "user"]
-    assert second.messages[1]["content"] == "Hi <there>" and second.messages[2]["content"] == "Hello, **world**.\n\nBye."
+    assert (
+        second.messages[1]["content"] == "Hi <there>" and second.messages[2]["content"] == "Hello, **world**.\n\nBye."
+    )
     assert first.sampling["temperature"] == 0.5 and first.sampling["max_tokens"] == 7
     await page.click("#new-chat")
     assert await page.locator(".turn").count() == 0 and await page.is_visible("#empty")
@@ -280,7 +281,12 @@ async def test_the_state_of_models_and_replicas(start, open_page):
     await health(page, "1 of 3 down")
     shown = await page.inner_text("#tritons")
     assert all(address in shown for address in triton) and "unresponsive" in shown and "down" in shown
-    assert [await page.inner_text(f"#{name}") for name in ("running", "waiting", "kv", "hits")] == ["6", "2", "23%", "62%"]
+    assert [await page.inner_text(f"#{name}") for name in ("running", "waiting", "kv", "hits")] == [
+        "6",
+        "2",
+        "23%",
+        "62%",
+    ]
     assert await page.locator("#model option").all_inner_texts() == ["first", "second"]
     await page.select_option("#model", "second")
     await ask(page, "Hi")
@@ -302,7 +308,8 @@ async def test_the_rate_of_tokens(start, open_page):
         const { Rates } = await import('./page/rates.js');
         const rates = new Rates();
         return looks.map(([time, counts]) => {
-            const loads = Object.entries(counts).map(([address, generation_tokens]) => ({ address, generation_tokens }));
+            const loads = Object.entries(counts).map(
+                ([address, generation_tokens]) => ({ address, generation_tokens }));
             rates.take(time, loads);
             return rates.total(loads);
         });
@@ -313,7 +320,7 @@ async def test_the_rate_of_tokens(start, open_page):
         [2, {"a": 20, "b": 50}],  # the same look again
         [4, {"a": 40, "b": 90}],
         [6, {"a": 3, "b": 130}],  # restarted
-        [60, {"a": 500, "b": 200}],  # nobody looked for a minute
+        [60, {"a": 500, "b": 200}],  # no look for a minute
         [10, {"a": 600}],  # another machine's clock
         [12, {"a": None}],
     ]

@@ -80,7 +80,7 @@ def docs_page(table: str) -> StaticFile:
 
 
 async def front_page(http: Request) -> Response:
-    """`/`: the page for browsers; a line of text for other clients, such as Ollama's command, which look for a server."""
+    """`/`: the page for browsers; a line of text for clients that look for a server, as Ollama's do."""
     vary = {"Vary": "Accept"}
     if gateway_of(http).options.page and "text/html" in http.headers.get("accept", ""):
         return _FRONT.answer(http, **vary)
