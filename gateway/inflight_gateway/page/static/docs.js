@@ -25,9 +25,9 @@ let model = "NAME"; // a model of this server, for the examples
 
 async function start() {
   try {
-    const [document_, models] = await Promise.all([json("openapi.json"), json("v1/models", false).catch(() => null)]);
-    model = models?.data?.[0]?.id ?? model;
-    show(document_);
+    const spec = await json("openapi.json"); // first, because it asks for the key
+    model = (await json("v1/models", false).catch(() => null))?.data?.[0]?.id ?? model;
+    show(spec);
   } catch (error) {
     const { title, text } = inWords(error instanceof Failure ? error : new Failure(0, String(error)));
     byId("problem").hidden = false;

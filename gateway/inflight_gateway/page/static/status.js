@@ -1,7 +1,8 @@
 // The state of the server, asked for every two seconds while the page is visible.
 
 import { byId, make } from "./dom.js";
-import { askForKey, call, hasKey, inWords } from "./gateway.js";
+import { call, inWords } from "./gateway.js";
+import { askForKey, key } from "./key.js";
 import { Rates } from "./rates.js";
 import { offerModels } from "./settings.js";
 
@@ -28,7 +29,8 @@ async function look() {
   clearTimeout(timer);
   if (document.hidden) return;
   try {
-    const response = await call("page/status", { signal: AbortSignal.timeout(PATIENCE) }, !refused);
+    const options = { get signal() { return AbortSignal.timeout(PATIENCE); } }; // anew after the reader has typed a key
+    const response = await call("page/status", options, !refused);
     show(await response.json());
     failures = 0;
     refused = false;
@@ -42,7 +44,7 @@ async function look() {
 function failed(error) {
   const isRefusal = error.status === 401;
   refused = isRefusal;
-  byId("key-line").hidden = !isRefusal && !hasKey();
+  byId("key-line").hidden = !isRefusal && !key();
   byId("change-key").textContent = isRefusal ? "Enter the API key" : "Change the API key";
   health("down", isRefusal ? "Needs a key" : "No answer");
   problem(isRefusal ? "This gateway asks for an API key." : inWords(error).text);
@@ -69,7 +71,7 @@ function show(status) {
     : [make("li", { className: "muted" }, "No model is ready.")]));
   byId("tritons").replaceChildren(...status.tritons.map(tritonLine));
   byId("version").textContent = `Inflight ${status.version} · ${count(status.open_requests, "request")} open · routing: ${status.routing}`;
-  byId("key-line").hidden = !hasKey();
+  byId("key-line").hidden = !key();
 }
 
 function showHealth({ tritons, models, problem: text }, loads) {
