@@ -11,6 +11,7 @@ from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.model_upstreams import upstream_for
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.replicas import Replicas
 from inflight_gateway.triton_metrics import TritonMetrics
 from inflight_gateway.upstream import AnyUpstream
 
@@ -24,19 +25,23 @@ class Gateway:
 
     Args:
         options: of the operator.
-        upstream: replaces a real one, in tests.
+        upstream, replicas: replace real ones, in tests.
     """
 
-    def __init__(self, options: GatewayOptions, upstream: AnyUpstream | None = None) -> None:
+    def __init__(
+        self, options: GatewayOptions, upstream: AnyUpstream | None = None, replicas: Replicas | None = None
+    ) -> None:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyReader(options)
         self.upstream = upstream or upstream_for(options, self.metrics.routed)
+        self.replicas = replicas or Replicas(options, self.upstream)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
 
     async def close(self) -> None:
         """Cancel open requests and close the connections."""
         await self.upstream.close()
+        await self.replicas.close()
         if self.triton_metrics is not None:
             await self.triton_metrics.close()
 

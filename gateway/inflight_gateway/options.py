@@ -60,6 +60,9 @@ class GatewayOptions:
         fim_template: prompt of completions with `suffix`, with the places `{prefix}` and `{suffix}`; "": told by the
             model's tokenizer; "none": `suffix` is refused.
         open_metrics: answer `/metrics` and `/load` without a key.
+        page: serve a page to browsers at `/`, for chats and the state of the models, and one with the endpoints at
+            `/docs`.
+        admin_key: of the Tritons; the page shows the load of the models only with it.  "": they have none.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -94,6 +97,8 @@ class GatewayOptions:
     enable_tokenizer_info_endpoint: bool = False
     fim_template: str = ""
     open_metrics: bool = False
+    page: bool = True
+    admin_key: str = ""
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:

@@ -80,7 +80,8 @@ class TestWheel:
             "inflight", "inflight_client", "inflight_gateway", "inflight_tools"
         }  # fmt: skip
         profiles = {f"inflight_tools/simulator/profiles/{name}.json" for name in shipped_profiles()}
-        assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} <= files and profiles
+        page = {f"inflight_gateway/page/static/{name}" for name in ("index.html", "docs.html", "main.js", "page.css")}
+        assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} | page <= files and profiles
         self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
         self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))

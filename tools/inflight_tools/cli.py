@@ -23,6 +23,7 @@ from inflight_tools.gateway import (
     AllowedOrigin,
     ApiKey,
     ApiKeyFile,
+    NoPage,
     Strict,
     TrustRequestChatTemplate,
     gateway,
@@ -139,6 +140,7 @@ def serve(
     allowed_hosts: AllowedHosts = None,
     strict: Strict = False,
     trust_request_chat_template: TrustRequestChatTemplate = False,
+    no_page: NoPage = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
@@ -205,6 +207,7 @@ def serve(
                     allowed_hosts=tuple(allowed_hosts or ()),
                     strict=strict,
                     trust_request_chat_template=trust_request_chat_template,
+                    page=not no_page,
                 )
         run_in_foreground(server, timeout, beside, stub_timeout or None)
 
@@ -300,7 +303,8 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
 
 def _gateway_beside(server: TritonServer, port: int, workers: int, **values: Any) -> GatewayProcess:
     """A gateway for a server, neither of them started."""
-    options = gateway_options(headers=admin.grpc_metadata(server.admin_key), **values)
+    key = server.admin_key
+    options = gateway_options(headers=admin.grpc_metadata(key), admin_key=key or "", **values)
     from inflight_gateway.server import ServerOptions
     from inflight_tools.gateway_process import GatewayProcess
 

@@ -50,7 +50,8 @@ def run_in_foreground(
         end = partial(server.stop, stop.check_again)
         if gateway is not None:
             gateway.start(server.grpc_address, stop.check)
-            typer.echo(f"ready: OpenAI's API at {gateway.url}")
+            page = f" and a page for browsers at {gateway.page_url}" if gateway.page_url else ""
+            typer.echo(f"ready: OpenAI's API at {gateway.url}{page}")
         typer.echo(
             f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
             f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"

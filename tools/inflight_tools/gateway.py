@@ -20,6 +20,7 @@ __all__ = [
     "AllowedOrigin",
     "ApiKey",
     "ApiKeyFile",
+    "NoPage",
     "Strict",
     "TrustRequestChatTemplate",
     "gateway",
@@ -54,6 +55,7 @@ TrustRequestChatTemplate = Annotated[
     ),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
+NoPage = Annotated[bool, typer.Option("--no-page", help="Serve no page for browsers at /, only the API.")]
 
 
 def gateway(
@@ -125,6 +127,7 @@ def gateway(
             "the tokenizer; 'none' refuses them."
         ),
     ] = "",
+    no_page: NoPage = False,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams can need more.")
@@ -132,7 +135,8 @@ def gateway(
     admin_key: Annotated[
         str | None,
         typer.Option(
-            envvar=admin.ENVIRONMENT, help="Triton's admin key: without it a restricted server lists no models."
+            envvar=admin.ENVIRONMENT,
+            help="Triton's admin key: without it a restricted server lists no models, and the page shows no load.",
         ),
     ] = None,
 ) -> None:
@@ -166,6 +170,8 @@ def gateway(
         open_metrics=open_metrics,
         enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
         fim_template=fim_template,
+        page=not no_page,
+        admin_key=admin_key or "",
     )
     from inflight_gateway.server import ServerOptions, run
 
@@ -185,7 +191,8 @@ def gateway(
     with stop_signals(), one_line_errors():
         chosen = _listening_port(host, port)
         where = f"{scheme}://{host}:{chosen}/v1"
-        typer.echo(f"OpenAI's API at {where}, in front of {', '.join(options.triton)}; Ctrl-C stops it")
+        page = f" and a page for browsers at {scheme}://{host}:{chosen}/" if options.page else ""
+        typer.echo(f"OpenAI's API at {where}{page}, in front of {', '.join(options.triton)}; Ctrl-C stops it")
         run(options, dataclasses.replace(server, port=chosen))
 
 

@@ -47,6 +47,11 @@ class GatewayProcess:
         host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
         return f"http://{host}:{self._server.port}/v1"
 
+    @property
+    def page_url(self) -> str | None:
+        """The page for browsers; None if it is turned off."""
+        return self.url.removesuffix("v1") if self._options.page else None
+
     def start(self, triton: str, check: Callable[[], None] = lambda: None) -> None:
         """Start it in front of `triton` (host:port) and wait until it answers.
 

@@ -204,6 +204,11 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     leads: bool = True
 
     @property
+    def num_tokens(self) -> int:
+        """New output tokens, of all sequences."""
+        return len(self.tokens.token_ids) + sum(len(delta.token_ids) for delta in self.full_deltas)
+
+    @property
     def deltas(self) -> list[SequenceDelta]:
         """One per sequence that got a token or ended."""
         rows = zip(self.tokens.request_ids, self.tokens.indices, self.tokens.token_ids)
