@@ -197,9 +197,14 @@ class LocalEngine:
         )
 
     def close(self) -> None:
-        """Free the checkpoint's memory; open requests fail.  Safe to repeat."""
+        """Free the checkpoint's memory; open requests fail.  Safe to repeat.
+
+        Raises:
+            RuntimeError: the caller is within a turn.
+        """
         if self._closed:
             return
+        self._expect_no_turn_here(0)
         with self._turns:
             self._closed = True
             self._fail_all(f"{self.config.model} was closed")
@@ -233,8 +238,7 @@ class LocalEngine:
                 f"this LLM belongs to the process that made it ({self._pid}): a forked one has none of its threads and "
                 'would hang; make the LLM there, in a process started with multiprocessing\'s "spawn" method'
             )
-        if self._has_turn_here(1):
-            raise RuntimeError("a signal handler or finalizer called this LLM in the middle of its step: call it later")
+        self._expect_no_turn_here(1)
         with InterruptLater(), self._turns:
             if self._closed:
                 raise RuntimeError(f"this LLM is closed: make another one for {self.config.model}")
@@ -250,6 +254,10 @@ class LocalEngine:
                 raise
             self._half_done = False
             return done
+
+    def _expect_no_turn_here(self, besides: int) -> None:
+        if self._has_turn_here(besides):
+            raise RuntimeError("a signal handler or finalizer called this LLM in the middle of its step: call it later")
 
     def _has_turn_here(self, besides: int) -> bool:
         """Whether this thread is within a turn, or waits for one; `besides` callers of this method do not count."""
