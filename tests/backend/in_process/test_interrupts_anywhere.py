@@ -64,7 +64,7 @@ class Interrupted:
     def places(self) -> Counter[Place]:
         """The lines that a call runs, and how often it does.
 
-        Without those that take and release a lock of C, where no signal is handled before it is done.
+        Lines that take and release a lock of C are left out: no signal is handled before it is done.
         """
         found: Counter[Place] = Counter()
         trace(self.tokens, lambda place: found.update([place]))

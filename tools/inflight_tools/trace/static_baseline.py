@@ -25,8 +25,8 @@ __all__ = [
     "StaticSchedule",
     "StaticSlot",
     "fit_step_cost",
-    "seconds_of_steps",
     "schedule_static",
+    "seconds_of_steps",
 ]
 
 _HICCUP_QUANTILE = 0.99  # longer steps are hiccups of the machine, not a cost
@@ -135,7 +135,7 @@ def fit_step_cost(timeline: Timeline) -> StepCost:
 
 
 def seconds_of_steps(timeline: Timeline, labels: Container[str], cost: StepCost) -> float:
-    """What the traced engine's steps cost for some of its sequences, those with these labels."""
+    """Seconds that the traced engine's steps cost for the sequences with these labels."""
     loads: dict[int, list[int]] = {}  # step -> prefills, tokens of them, decodes
     for row in timeline.rows:
         for piece in row.slices if row.label in labels else ():
