@@ -63,7 +63,7 @@ class OpenRequest:
             if delta.num_cached_tokens is not None:
                 self.result.num_cached_tokens = delta.num_cached_tokens
             if delta.prompt_logprobs is not None:
-                named = named_logprobs(delta.prompt_logprobs, self.tokenizer)
+                named = [place or None for place in named_logprobs(delta.prompt_logprobs, self.tokenizer)]
                 self.result.prompt_logprobs = [*(self.result.prompt_logprobs or []), *named]
         output, sequence = self.result.outputs[delta.index], self.sequences[delta.index]
         if output.finish_reason is not None:
@@ -139,6 +139,7 @@ class LocalEngine:
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
         advanced: Callable[[OpenRequest], None],
+        priorities: Sequence[int] | None = None,
     ) -> list[OpenRequest]:
         """Queue requests: all, or none.
 
@@ -146,18 +147,19 @@ class LocalEngine:
             prompts: text, if known, and token ids of each.
             params: one for each.
             advanced: see `OpenRequest`.
+            priorities: one for each, see `AddRequest`; None: all are 0.
 
         Raises:
             ValueError: a request cannot be served.
             RuntimeError: see `_in_turn`.
         """
         asked = []
-        for (text, token_ids), given in zip(prompts, params):
+        for (text, token_ids), given, priority in zip(prompts, params, priorities or itertools.repeat(0)):
             if not isinstance(given, SamplingParams):
                 raise ValueError(f"sampling_params of type {type(given).__name__}: give inflight.SamplingParams")
             sampling = engine_params(given, self.tokenizer, self._info.max_model_len - len(token_ids))
             self._limits.check_params(sampling)
-            asked.append((text, token_ids, sampling))
+            asked.append((text, token_ids, sampling, priority))
         added = self._in_turn(lambda: self._add_all(asked, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
@@ -213,16 +215,21 @@ class LocalEngine:
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 
-    def chat_template(self) -> ChatTemplate:
-        """The checkpoint's chat template, or the one that `chat_template` in the options gives."""
+    def chat_template(self, replaced: bool = False) -> ChatTemplate:
+        """The checkpoint's chat template, or the one that `chat_template` in the options gives.
+
+        Args:
+            replaced: the chat brings a template of its own, so that this one need not be usable.
+        """
         if self.chat is None:
             self.chat = ChatTemplate.load(
                 self.config.tokenizer_source,
                 revision=self.config.tokenizer_source_revision,
                 override=self.config.chat_template,
                 seconds=self.config.chat_template_timeout,
-                trusts_requests=self.config.trust_request_chat_template,
+                trusts_requests=True,  # they are this program's
             )
+        if not replaced:
             self.chat.check()
         return self.chat
 
@@ -279,14 +286,16 @@ class LocalEngine:
 
     def _add_all(
         self,
-        asked: Sequence[tuple[str | None, list[int], EngineParams]],
+        asked: Sequence[tuple[str | None, list[int], EngineParams, int]],
         advanced: Callable[[OpenRequest], None],
     ) -> list[OpenRequest] | RequestFailed:
         requests: list[OpenRequest] = []
-        for text, token_ids, sampling in asked:
+        for text, token_ids, sampling, priority in asked:
             request_id = next(self._ids)
             wants_logprobs = sampling.logprobs is not None
-            request = ParsedRequest(AddRequest(request_id, token_ids, sampling), shows_logprobs=wants_logprobs)
+            request = ParsedRequest(
+                AddRequest(request_id, token_ids, sampling, priority), shows_logprobs=wants_logprobs
+            )
             refused = self.core.add_request(request.engine_request)
             if refused is not None:
                 self._end(requests)
