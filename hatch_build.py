@@ -33,7 +33,7 @@ class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
 
 
 class RepositoryUrls(MetadataHookInterface):
-    """A fork's wheels name the fork; those that are built elsewhere name nobody."""
+    """A fork's wheels name the fork; wheels that are built elsewhere name none."""
 
     def update(self, metadata: dict[str, Any]) -> None:
         server, repository = os.environ.get("GITHUB_SERVER_URL"), os.environ.get("GITHUB_REPOSITORY")

@@ -120,16 +120,16 @@ def test_a_container_is_healthy_if_triton_or_a_lone_gateway_is_ready(answering: 
 
     ready, unready = answering(200), answering(503)
     with socket.create_server(("127.0.0.1", 0)) as reserved:
-        nobody = reserved.getsockname()[1]
+        free = reserved.getsockname()[1]
     assert (
-        healthy(ready, nobody).returncode
-        == healthy(nobody, ready).returncode
+        healthy(ready, free).returncode
+        == healthy(free, ready).returncode
         == healthy(ready, unready).returncode
         == 0
     )
-    for ended in (healthy(unready, ready), healthy(nobody, unready)):
+    for ended in (healthy(unready, ready), healthy(free, unready)):
         assert ended.returncode == 1 and ended.stderr.endswith("503\n")
-    ended = healthy(nobody, nobody)
+    ended = healthy(free, free)
     assert ended.returncode == 1 and ended.stderr.count("refused") == 2
 
 

