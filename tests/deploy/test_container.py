@@ -121,12 +121,7 @@ def test_a_container_is_healthy_if_triton_or_a_lone_gateway_is_ready(answering: 
     ready, unready = answering(200), answering(503)
     with socket.create_server(("127.0.0.1", 0)) as reserved:
         free = reserved.getsockname()[1]
-    assert (
-        healthy(ready, free).returncode
-        == healthy(free, ready).returncode
-        == healthy(ready, unready).returncode
-        == 0
-    )
+    assert healthy(ready, free).returncode == healthy(free, ready).returncode == healthy(ready, unready).returncode == 0
     for ended in (healthy(unready, ready), healthy(free, unready)):
         assert ended.returncode == 1 and ended.stderr.endswith("503\n")
     ended = healthy(free, free)
