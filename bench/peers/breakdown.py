@@ -98,6 +98,6 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
     shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}
     scale = 1.0 / max(1.0, sum(shares.values()))  # separately they may take longer than together
     kinds = {name: share * scale * seconds for name, share in shares.items()}
-    kinds["norm, rotary, residual, barriers"] = seconds - sum(kinds.values())
+    kinds["norm, rotary, residual, barriers"] = max(0.0, seconds - sum(kinds.values()))
     kinds["Python around the forward pass"] = max(0.0, parts.pop("forward") - seconds)
     return {**kinds, **parts}
