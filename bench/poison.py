@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import psutil
 
 CASES = ("poison", "kill", "twice", "early")
 IDLE_SECONDS = 10.0
@@ -72,9 +73,10 @@ def wait_until(done: Callable[[], Any]) -> None:
 
 
 def busy() -> tuple[float, float]:
-    """CPU time of all processes of the machine so far, and the time of its cores, in ticks."""
-    fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return sum(fields) - fields[3] - fields[4], sum(fields)
+    """CPU time of all processes of the machine so far, and the time of its cores, in seconds."""
+    times = psutil.cpu_times()
+    whole = sum(times) - times.guest - times.guest_nice  # which user and nice contain
+    return whole - times.idle - times.iowait, whole
 
 
 def run(case: str, streams: int, no_spare: bool) -> common.Run:

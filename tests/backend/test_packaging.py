@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -103,6 +104,18 @@ class TestWheel:
         versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", compiled)
         assert max((int(major), int(minor)) for major, minor in versions) <= (2, 28)
         assert not re.search(rb"lib(gomp|omp|iomp5)\.so", compiled)
+
+
+def test_a_wheel_names_the_repository_whose_workflow_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = runpy.run_path(str(ROOT / "hatch_build.py"))
+    metadata = {"version": "1.2.0"}
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    hooks["RepositoryUrls"](str(ROOT), {}).update(metadata)
+    assert metadata["urls"] == {}
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "a/b")
+    hooks["RepositoryUrls"](str(ROOT), {}).update(metadata)
+    assert metadata["urls"]["Changelog"] == "https://github.com/a/b/blob/v1.2.0/CHANGELOG.md"
 
 
 @pytest.mark.parametrize("name", ["demo", "template"])
