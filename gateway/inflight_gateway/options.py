@@ -11,6 +11,7 @@ from inflight_gateway.hosts import check_allowed_hosts
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
+from inflight_gateway.tracing import check_endpoint
 
 __all__ = ["GatewayOptions"]
 
@@ -59,6 +60,7 @@ class GatewayOptions:
         fim_template: prompt of completions with `suffix`, with the places `{prefix}` and `{suffix}`; "": told by the
             model's tokenizer; "none": `suffix` is refused.
         open_metrics: answer `/metrics` and `/load` without a key.
+        otlp_traces_endpoint: URL of a collector that takes OTLP over HTTP: each request becomes a span; "": none.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -93,9 +95,12 @@ class GatewayOptions:
     enable_tokenizer_info_endpoint: bool = False
     fim_template: str = ""
     open_metrics: bool = False
+    otlp_traces_endpoint: str = ""
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)

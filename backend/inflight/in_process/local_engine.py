@@ -17,6 +17,7 @@ from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
+from inflight.engine.request_times import make_request_times
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
@@ -267,7 +268,8 @@ class LocalEngine:
 
     def _new_core(self) -> tuple[EngineCore, StepTrace | None]:
         trace = make_trace(self.config, self._runner.info.num_blocks)
-        return make_core(self.config, self._runner, listeners=[] if trace is None else [trace]), trace
+        listeners = [*([] if trace is None else [trace]), *make_request_times(self.config)]
+        return make_core(self.config, self._runner, listeners=listeners), trace
 
     def _take(self, message: StepMessage) -> None:
         advanced: dict[int, OpenRequest] = {}
