@@ -147,7 +147,7 @@ class TimedClient:
 
 
 def _wrong_length(exchange: Exchange, max_tokens: int) -> str:
-    """What is wrong with the number of tokens; empty if it can be right."""
+    """The fault in the number of tokens; empty if it can be right."""
     tokens = exchange.tokens
     if not tokens:
         return f"none arrived, but {max_tokens} were requested"

@@ -15,7 +15,7 @@ __all__ = ["OpenAIServer", "serving_openai"]
 
 @dataclass
 class OpenAIServer:
-    """What the server does.
+    """The behaviour of the server.
 
     Attributes:
         models: their names.

@@ -17,7 +17,6 @@ from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
-from inflight.engine.request_times import make_request_times
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
@@ -105,6 +104,8 @@ class LocalEngine:
         self.config = placed(config)
         if self.config.download_dir is not None:
             raise ConfigError(f"{caller}: download_dir is for Triton; set HF_HUB_CACHE before Python starts")
+        if self.config.otlp_traces_endpoint is not None:
+            raise ConfigError(f"{caller}: otlp_traces_endpoint is for requests through Triton; leave it out")
         self.tokenizer = Tokenizer.load(
             self.config.tokenizer_source,
             revision=self.config.tokenizer_source_revision,
@@ -268,8 +269,7 @@ class LocalEngine:
 
     def _new_core(self) -> tuple[EngineCore, StepTrace | None]:
         trace = make_trace(self.config, self._runner.info.num_blocks)
-        listeners = [*([] if trace is None else [trace]), *make_request_times(self.config)]
-        return make_core(self.config, self._runner, listeners=listeners), trace
+        return make_core(self.config, self._runner, listeners=[] if trace is None else [trace]), trace
 
     def _take(self, message: StepMessage) -> None:
         advanced: dict[int, OpenRequest] = {}

@@ -245,3 +245,33 @@ def test_a_declared_type_decides_within_its_kind(bridge, name, data_type, must_b
     else:
         with pytest.raises(ConfigError, match=f"{name} is declared as {data_type} but must be {must_be}; remove it"):
             bridge.complete_config(config)
+
+
+class Request:
+    """A Triton request; `context` is what Triton's own span has, "" or None without one."""
+
+    def __init__(self, context: str | None) -> None:
+        self._context = context
+
+    def inputs(self) -> list:
+        return []
+
+    def parameters(self) -> str:
+        return '{"traceparent": "the client\'s", "temperature": 0}'
+
+    def timeout(self) -> int:
+        return 0
+
+    def request_id(self) -> str:
+        return ""
+
+    def trace(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(get_context=lambda: self._context)
+
+
+def test_tritons_own_span_is_the_parent_of_a_requests(bridge):
+    context = '{"traceparent": "Triton\'s", "tracestate": ""}'
+    assert bridge.read_request(Request(context), True).parameters["traceparent"] == "Triton's"
+    for request, with_trace in [(Request(""), True), (Request(None), True), (Request(context), False)]:
+        parameters = bridge.read_request(request, with_trace).parameters
+        assert parameters == {"traceparent": "the client's", "temperature": 0}

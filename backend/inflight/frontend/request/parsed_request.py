@@ -31,7 +31,7 @@ class ParsedRequest:
         cumulative: each response repeats the content of the earlier ones.
         separate: each response has one sequence, as TensorRT-LLM's do.
         name: the client's request id, for the log; "" for none.
-        trace: what its span needs; None: it has none.
+        trace: for its span; None: it has none.
     """
 
     engine_request: AddRequest

@@ -17,7 +17,7 @@ _MAX_CHARACTERS = 1024  # the standard asks for at least 512 of `tracestate`
 
 
 class RequestTrace(NamedTuple):
-    """What a span of the request needs besides its times and counts.
+    """The facts that a span of the request needs besides its times and counts.
 
     Attributes:
         carrier: `traceparent` and `tracestate`; empty: the span has no parent.
