@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -157,3 +158,8 @@ def test_spans_go_to_the_usual_path() -> None:
     assert processor.span_exporter._endpoint == "http://collector:4318/v1/traces"  # type: ignore[attr-defined]
     assert provider.resource.attributes["service.name"] == "inflight-gateway"
     provider.shutdown()
+
+
+def test_without_the_option_the_gateway_imports_no_opentelemetry() -> None:
+    program = "import sys, inflight_gateway.app; assert not [one for one in sys.modules if 'opentelemetry' in one]"
+    subprocess.run([sys.executable, "-c", program], check=True)

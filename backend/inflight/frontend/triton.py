@@ -18,6 +18,7 @@ from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.heap_trim import HeapTrim
 from inflight.frontend.output.output_processor import StatsSink
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
+from inflight.frontend.request.trace_context import below_server_span
 from inflight.vllm_options import BACKEND
 
 __all__ = [
@@ -132,11 +133,11 @@ def read_request(request: Any, with_trace: bool = False) -> WireRequest:
     """Inputs, parameters and timeout of a Triton request.
 
     Args:
-        with_trace: add the context of Triton's own span to the parameters: it is then the parent of the request's.
+        with_trace: make Triton's own span, if there is one, the parent of the request's.
     """
     parameters = json.loads(request.parameters() or "{}")
     if with_trace and (context := request.trace().get_context()):  # only with --trace-config mode=opentelemetry
-        parameters |= json.loads(context)
+        parameters = below_server_span(parameters, json.loads(context))
     return WireRequest(
         inputs={tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
         parameters=parameters,

@@ -247,8 +247,11 @@ def test_a_declared_type_decides_within_its_kind(bridge, name, data_type, must_b
             bridge.complete_config(config)
 
 
+TRACE, OTHER = "a" * 32, "c" * 32
+
+
 class Request:
-    """A Triton request; `context` is what Triton's own span has, "" or None without one."""
+    """A Triton request with a client's context; `context` is that of Triton's own span, "" or None without one."""
 
     def __init__(self, context: str | None) -> None:
         self._context = context
@@ -257,7 +260,7 @@ class Request:
         return []
 
     def parameters(self) -> str:
-        return '{"traceparent": "the client\'s", "temperature": 0}'
+        return f'{{"Traceparent": "00-{TRACE}-{"b" * 16}-01", "temperature": 0}}'
 
     def timeout(self) -> int:
         return 0
@@ -269,9 +272,14 @@ class Request:
         return types.SimpleNamespace(get_context=lambda: self._context)
 
 
-def test_tritons_own_span_is_the_parent_of_a_requests(bridge):
-    context = '{"traceparent": "Triton\'s", "tracestate": ""}'
-    assert bridge.read_request(Request(context), True).parameters["traceparent"] == "Triton's"
-    for request, with_trace in [(Request(""), True), (Request(None), True), (Request(context), False)]:
-        parameters = bridge.read_request(request, with_trace).parameters
-        assert parameters == {"traceparent": "the client's", "temperature": 0}
+def test_tritons_own_span_is_the_parent_of_a_requests_within_the_clients_trace(bridge):
+    context = f'{{"traceparent": "00-{TRACE}-{"d" * 16}-01", "tracestate": ""}}'
+    lost = f'{{"traceparent": "00-{OTHER}-{"d" * 16}-01", "tracestate": ""}}'
+    assert bridge.read_request(Request(context), True).parameters == {
+        "traceparent": f"00-{TRACE}-{'d' * 16}-01",
+        "tracestate": "",
+        "temperature": 0,
+    }
+    for request, with_trace in [(lost, True), ("", True), (None, True), ("{}", True), (context, False)]:
+        parameters = bridge.read_request(Request(request), with_trace).parameters
+        assert parameters == {"Traceparent": f"00-{TRACE}-{'b' * 16}-01", "temperature": 0}

@@ -9,9 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["RequestTrace", "trace_of"]
+__all__ = ["RequestTrace", "below_server_span", "trace_of"]
 
-_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-([0-9a-f]{2})(-.*)?")
+_KEYS = ("traceparent", "tracestate")
+_PARENT = re.compile(r"[0-9a-f]{2}-(?P<trace>[0-9a-f]{32})-[0-9a-f]{16}-(?P<flags>[0-9a-f]{2})(-.*)?")
 _SAMPLED = 1
 _MAX_CHARACTERS = 1024  # the standard asks for at least 512 of `tracestate`
 
@@ -33,12 +34,30 @@ def trace_of(parameters: Mapping[str, Any], operation: str) -> RequestTrace | No
 
     Headers that Triton forwards are parameters under the spelling that the client sent.
     """
-    carrier = {
-        key.lower(): value
-        for key, value in parameters.items()
-        if key.lower() in ("traceparent", "tracestate") and isinstance(value, str) and len(value) <= _MAX_CHARACTERS
-    }
+    carrier = _carrier(parameters)
     parent = _PARENT.fullmatch(carrier.get("traceparent", ""))
     if parent is None:
         return RequestTrace({}, operation)
-    return RequestTrace(carrier, operation) if int(parent[1], 16) & _SAMPLED else None
+    return RequestTrace(carrier, operation) if int(parent["flags"], 16) & _SAMPLED else None
+
+
+def below_server_span(parameters: Mapping[str, Any], context: Mapping[str, Any]) -> dict[str, Any]:
+    """`parameters` with the server's span as the parent, unless that span is not in the client's trace.
+
+    Triton 24.10 sometimes does not read the metadata of a gRPC stream, and begins a trace of its own.
+
+    Args:
+        context: `traceparent` and `tracestate` of the server's span.
+    """
+    client, server = (_PARENT.fullmatch(_carrier(some).get("traceparent", "")) for some in (parameters, context))
+    if server is None or (client is not None and client["trace"] != server["trace"]):
+        return dict(parameters)
+    return {key: value for key, value in parameters.items() if key.lower() not in _KEYS} | dict(context)
+
+
+def _carrier(parameters: Mapping[str, Any]) -> dict[str, str]:
+    return {
+        key.lower(): value
+        for key, value in parameters.items()
+        if key.lower() in _KEYS and isinstance(value, str) and len(value) <= _MAX_CHARACTERS
+    }
