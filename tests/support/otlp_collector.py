@@ -1,4 +1,4 @@
-"""A stand-in for an OpenTelemetry collector: takes OTLP over HTTP, and keeps the spans."""
+"""A fake OpenTelemetry collector: takes OTLP over HTTP, and keeps the spans."""
 
 from __future__ import annotations
 
