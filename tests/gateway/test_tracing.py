@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from scripted_client import ScriptedClient, text
 from starlette.testclient import TestClient
 
 from inflight_client import UnavailableError
+from inflight_gateway import tracing
 from inflight_gateway.app import build_app
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.options import GatewayOptions
@@ -163,3 +165,12 @@ def test_spans_go_to_the_usual_path() -> None:
 def test_without_the_option_the_gateway_imports_no_opentelemetry() -> None:
     program = "import sys, inflight_gateway.app; assert not [one for one in sys.modules if 'opentelemetry' in one]"
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_a_collector_that_does_not_answer_delays_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "_LAST_SPANS_SECONDS", 0.01)
+    traced, answered = Traced(), threading.Event()
+    assert traced.gateway.provider is not None
+    monkeypatch.setattr(traced.gateway.provider, "shutdown", answered.wait)
+    assert traced.post().status_code == 200  # the gateway has ended
+    answered.set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from pathlib import Path
@@ -196,3 +197,23 @@ def test_two_openai_servers_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
     assert isinstance(ours.bodies[-1]["prompt"], str), "both get the same prompts"
     assert any("Prompts are English words" in note for note in data["notes"])
     assert (tmp_path / "their-best-round1.jsonl").exists()
+
+
+@pytest.mark.nightly
+def test_an_endpoint_that_dies_is_in_the_report(tmp_path: Path) -> None:
+    with serving_openai() as ours, contextlib.ExitStack() as life:
+        theirs = life.enter_context(serving_openai())
+        targets = find_targets([ours.url, theirs.url], [], ["ours", "theirs"], [], [], [])
+        load = LoadOptions(scenario="uniform", requests=6)
+        plan = Plan(load, targets, False, users=3, rounds=2, output=tmp_path)
+
+        def say(line: str) -> None:
+            if line.startswith("theirs"):  # after its first round
+                life.close()
+
+        data = build(run(plan, say), "", [])
+    render(data)
+    assert [(row["model"], row["lost"]) for row in data["runs"]] == [
+        ("ours", 0), ("theirs", 0), ("ours", 0), ("theirs", 6)
+    ]  # fmt: skip
+    assert data["models"]["theirs"]["errors"] == [f"6 × connection refused: {theirs.url.removeprefix('http://')}"]

@@ -17,6 +17,7 @@ from opentelemetry.trace import SpanKind
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import EngineReady, SequenceDelta, SequenceTimes, StepMessage, StepStats
+from inflight.frontend.operator import request_spans
 from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.request.trace_context import RequestTrace
@@ -211,3 +212,11 @@ def test_spans_go_to_the_usual_path(given: str, sent_to: str, monkeypatch: pytes
 def test_an_endpoint_is_a_url(bad: str) -> None:
     with pytest.raises(ConfigError, match=r"give a URL of a collector that takes OTLP over HTTP"):
         EngineConfig.from_dict({"model": "m", "otlp_traces_endpoint": bad})
+
+
+def test_a_collector_that_does_not_answer_delays_no_unload(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_spans, "_LAST_SPANS_SECONDS", 0.01)
+    answered = threading.Event()
+    monkeypatch.setattr(rig.sink._provider, "shutdown", answered.wait)
+    rig.sink.stop()
+    answered.set()
