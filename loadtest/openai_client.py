@@ -123,8 +123,8 @@ class OpenAIClient(HttpClient):
             has_text, finish_reason, tokens = _parts(event)
             if finish_reason:
                 exchange.ended_early = finish_reason != "length"
-            if has_text and not exchange.counted:
-                exchange.counted = "chunks" if tokens is None else "server"
+            if not exchange.counted:  # a token can come without text: the beginning of a character
+                exchange.counted = "server" if tokens else "chunks" if has_text else ""
             before, total = total, max(total, tokens or 0)
             yield total - before if exchange.counted == "server" else int(has_text)
         if exchange.counted == "chunks" and total:

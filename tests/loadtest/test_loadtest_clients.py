@@ -38,6 +38,13 @@ def test_usage_with_each_response_counts_its_tokens() -> None:
     assert (_counts(exchange), exchange.counted, exchange.error) == ([4, 2], "server", None)
 
 
+@pytest.mark.parametrize(("usage", "counts"), [("each", [1] * 6), ("end", [2, 1, 1, 1, 1]), ("none", [1] * 5)])
+def test_a_first_token_without_text_is_counted_if_the_server_says_so(usage: str, counts: list[int]) -> None:
+    with serving_openai(hides_first=True, usage=usage) as server:
+        exchange = _sent(server.url)
+    assert (_counts(exchange), exchange.error) == (counts, None)
+
+
 def test_usage_at_the_end_is_spread_over_the_responses() -> None:
     """Also if there are fewer tokens than responses: some texts take no new token."""
     with serving_openai(usage="end", tokens_per_event=4) as server:

@@ -28,6 +28,7 @@ class OpenAIServer:
         statuses: instead of an answer to the next requests for one; a status, or "cut" for a stream without its end.
         bodies: of the requests that were answered.
         tokens_per_event: of its responses.
+        hides_first: the first response has a token, but no text.
     """
 
     models: tuple[str, ...] = ("demo",)
@@ -40,6 +41,7 @@ class OpenAIServer:
     statuses: list[int | str] = field(default_factory=list)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     tokens_per_event: int = 1
+    hides_first: bool = False
     url: str = ""
 
     def refusal(self, path: str, body: dict[str, Any]) -> tuple[int, str] | None:
@@ -63,7 +65,8 @@ class OpenAIServer:
         for done in range(self.tokens_per_event, count + self.tokens_per_event, self.tokens_per_event):
             done = min(done, count)
             reason = None if done < count else "length" if count == wanted else "stop"
-            text = {"delta": {"content": "word "}} if "chat" in path else {"text": "word "}
+            word = "" if self.hides_first and not events else "word "
+            text = {"delta": {"content": word}} if "chat" in path else {"text": word}
             events.append({"choices": [{**text, "index": 0, "finish_reason": reason}]})
             if self.usage == "each":
                 events[-1]["usage"] = {"completion_tokens": done}
