@@ -52,6 +52,7 @@ from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.sagemaker import invocations
 from inflight_gateway.tokenizer_info import tokenizer_info
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inflight_gateway.tracing import Tracing
 
 __all__ = ["build_app"]
 
@@ -182,6 +183,9 @@ def _routes() -> list[Route]:
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
     """CORS is outside of `Front`: a browser must be able to read the refusal of a key, too."""
     paths = [one.path for one in _ENDPOINTS]
+    outer = [Middleware(ResponseHeaders)]
+    if gateway.provider is not None:
+        outer.insert(0, Middleware(Tracing, provider=gateway.provider, paths=paths))
     front = Middleware(
         Front,
         keys=Keys(options.api_keys),
@@ -192,7 +196,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
     if not options.cors_origins:
-        return [Middleware(ResponseHeaders), front]
+        return [*outer, front]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.cors_origins),
@@ -200,7 +204,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", WARNING, "retry-after"],
     )
-    return [Middleware(ResponseHeaders), cors, front]
+    return [*outer, cors, front]
 
 
 async def _failed(http: Request, error: Exception) -> Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -12,8 +13,12 @@ from inflight_gateway.metrics import Metrics
 from inflight_gateway.model_upstreams import upstream_for
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.replicas import Replicas
+from inflight_gateway.tracing import close_provider, make_provider
 from inflight_gateway.triton_metrics import TritonMetrics
 from inflight_gateway.upstream import AnyUpstream
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 __all__ = ["Gateway", "gateway_of"]
 
@@ -25,11 +30,15 @@ class Gateway:
 
     Args:
         options: of the operator.
-        upstream, replicas: replace real ones, in tests.
+        upstream, replicas, provider: replace real ones, in tests.
     """
 
     def __init__(
-        self, options: GatewayOptions, upstream: AnyUpstream | None = None, replicas: Replicas | None = None
+        self,
+        options: GatewayOptions,
+        upstream: AnyUpstream | None = None,
+        replicas: Replicas | None = None,
+        provider: TracerProvider | None = None,
     ) -> None:
         self.options = options
         self.metrics = Metrics()
@@ -37,6 +46,9 @@ class Gateway:
         self.upstream = upstream or upstream_for(options, self.metrics.routed)
         self.replicas = replicas or Replicas(options, self.upstream)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
+        self.provider = provider
+        if provider is None and options.otlp_traces_endpoint:
+            self.provider = make_provider(options.otlp_traces_endpoint)
 
     async def close(self) -> None:
         """Cancel open requests and close the connections."""
@@ -44,6 +56,8 @@ class Gateway:
         await self.replicas.close()
         if self.triton_metrics is not None:
             await self.triton_metrics.close()
+        if self.provider is not None:
+            await close_provider(self.provider)
 
     def enter(self) -> None:
         """A request starts to generate.

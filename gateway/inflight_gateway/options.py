@@ -11,6 +11,7 @@ from inflight_gateway.hosts import check_allowed_hosts
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
+from inflight_gateway.tracing import check_endpoint
 
 __all__ = ["GatewayOptions"]
 
@@ -63,6 +64,7 @@ class GatewayOptions:
         page: serve a page to browsers at `/`, for chats and the state of the models, and one with the endpoints at
             `/docs`.
         admin_key: of the Tritons; the page shows the load of the models only with it.  "": they have none.
+        otlp_traces_endpoint: URL of a collector that takes OTLP over HTTP: each request becomes a span; "": none.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -99,9 +101,12 @@ class GatewayOptions:
     open_metrics: bool = False
     page: bool = True
     admin_key: str = ""
+    otlp_traces_endpoint: str = ""
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)

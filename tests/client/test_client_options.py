@@ -259,3 +259,12 @@ def test_a_schema_may_be_a_dict_json_text_a_pydantic_model_or_a_dataclass() -> N
         assert found["disable_any_whitespace"] is True and found["json"]["required"] == ["city"]
     with pytest.raises(TypeError, match="give a dict, JSON text, a pydantic model or a dataclass"):
         build(json_schema=5)
+
+
+def test_trace_context_is_all_that_a_propagators_headers_add() -> None:
+    given = {"Traceparent": "00-ab-cd-01", "tracestate": "", "b3": "x", "baggage": "k=v"}
+    assert build("p", trace_headers=given).trace_headers == {"traceparent": "00-ab-cd-01"}
+    assert build("p", trace_headers={}).trace_headers == build("p").trace_headers == {}
+    for bad in ("é", "a\nb", 7):
+        with pytest.raises(ValueError, match=r"trace_headers: traceparent=.* must be printable ASCII"):
+            build("p", trace_headers={"traceparent": bad})

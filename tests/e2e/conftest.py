@@ -44,6 +44,7 @@ GROUPS = {
         "kubernetes",
         "latency",
         "memory",
+        "opentelemetry",
         "replay",
         "scheduling",
         "serving",
@@ -94,7 +95,8 @@ def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
     repository = tmp_path_factory.mktemp("models")
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
-    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5) as server:
+    env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
+    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5, env=env) as server:
         yield server
 
 

@@ -105,6 +105,11 @@ def test_wrong_usage_is_one_line_and_status_2(
             ["--model-repository", ".", "--max-num-seqs", "4"],
             "--max-num-seqs cannot be combined with --model-repository",
         ),
+        (
+            ["--model-repository", ".", "--otlp-traces-endpoint", "http://collector:4318"],
+            "--otlp-traces-endpoint cannot be combined with --model-repository; edit the model.json there",
+        ),
+        (["--model", "a/b", "--otlp-traces-endpoint", "collector:4317"], "give a URL of a collector"),
     ]:
         monkeypatch.chdir(tmp_path)
         result = CliRunner().invoke(cli.app, ["serve", *arguments])
@@ -349,9 +354,10 @@ def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: lis
     keys.write_text("# ours\nfile-key\n\n")
     arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
-    asked = ["--strict", "--allowed-origin", "https://page.example"]
+    asked = ["--strict", "--allowed-origin", "https://page.example", "--otlp-traces-endpoint", "http://collector"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0
     beside = servers[0].options["gateway"]
+    assert beside._options.otlp_traces_endpoint == "http://collector"
     assert beside._options.strict and beside._options.cors_origins == ("https://page.example",)
     assert beside._options.api_keys == ("one-key", "file-key") and beside._options.tool_call_parser == "hermes"
     assert beside._options.headers == {"triton-grpc-protocol-inflight-admin-key": "a-key-of-16-chars"}

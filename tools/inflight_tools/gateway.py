@@ -21,6 +21,7 @@ __all__ = [
     "ApiKey",
     "ApiKeyFile",
     "NoPage",
+    "OtlpTracesEndpoint",
     "Strict",
     "TrustRequestChatTemplate",
     "gateway",
@@ -53,6 +54,10 @@ TrustRequestChatTemplate = Annotated[
         "--trust-request-chat-template",
         help="Take chat templates from requests, which are programs; with `trust_request_chat_template` of the model.",
     ),
+]
+OtlpTracesEndpoint = Annotated[
+    str,
+    typer.Option(metavar="URL", help="Collector that gets spans as OTLP over HTTP, such as http://127.0.0.1:4318."),
 ]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
 NoPage = Annotated[bool, typer.Option("--no-page", help="Serve no page for browsers at /, only the API.")]
@@ -116,6 +121,7 @@ def gateway(
     triton_metrics: Annotated[
         str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
     ] = "",
+    otlp_traces_endpoint: OtlpTracesEndpoint = "",
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics and /load.")] = False,
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="Answer /tokenizer_info, with the chat template.")
@@ -167,6 +173,7 @@ def gateway(
         strict=strict,
         trust_request_chat_template=trust_request_chat_template,
         triton_metrics=triton_metrics,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         open_metrics=open_metrics,
         enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
         fim_template=fim_template,

@@ -107,6 +107,8 @@ class LocalEngine:
         self.config = placed(config)
         if self.config.download_dir is not None:
             raise ConfigError(f"{caller}: download_dir is for Triton; set HF_HUB_CACHE before Python starts")
+        if self.config.otlp_traces_endpoint is not None:
+            raise ConfigError(f"{caller}: otlp_traces_endpoint is for requests through Triton; leave it out")
         self.tokenizer = Tokenizer.load(
             self.config.tokenizer_source,
             revision=self.config.tokenizer_source_revision,
