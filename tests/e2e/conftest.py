@@ -21,6 +21,7 @@ GROUPS = {
         "anthropic",
         "copied_backend",
         "demo",
+        "doc_snippets",
         "failover",
         "fleet",
         "fleet_restarts",
