@@ -29,8 +29,9 @@ DOCS = Path(__file__).parent
 _CONFIGURATION = """\
 # Keys of `model.json`
 
-Every key of a model's configuration, by topic, with its type, its default and its meaning. [Configure](../operations/configure.md) says where they are set, and which to
-set first. `inflight serve --set KEY=VALUE` takes them, and so does [`LLM`](../python.md).
+Every key of a model's configuration, by topic, with its type, its default and its meaning.
+[Configure](../operations/configure.md) says where they are set, and which to set first. `inflight serve --set KEY=VALUE`
+takes them, and so does [`LLM`](../python.md).
 
 <!-- Written by docs/generate_reference.py from the docstring of EngineConfig; edit that. -->
 """
@@ -61,15 +62,15 @@ def configuration() -> str:
     parts = [_CONFIGURATION]
     for topic, keys in topics():
         parts.append(f"## {topic[0].upper()}{topic[1:]}\n")
-        parts += [_entry(EngineConfig, key, "###") for key in keys]
+        parts += [entry(EngineConfig, key, "###") for key in keys]
     parts.append("## Objects\n\nThe keys of objects within these keys.\n")
-    for struct in _nested(EngineConfig):
+    for struct in nested(EngineConfig):
         parts.append(f"### {struct.__name__}\n\n{_prose(_summary(struct))}\n")
-        parts += [_entry(struct, key, "####") for key in struct.__struct_fields__]
+        parts += [entry(struct, key, "####") for key in struct.__struct_fields__]
     return "\n".join(parts)
 
 
-def _entry(struct: type[msgspec.Struct], key: str, heading: str) -> str:
+def entry(struct: type[msgspec.Struct], key: str, heading: str) -> str:
     """A key as a heading, a line with type and default, and its meaning."""
     field = next(field for field in msgspec.structs.fields(struct) if field.name == key)
     hint = get_type_hints(struct, include_extras=True)[key]
@@ -79,7 +80,7 @@ def _entry(struct: type[msgspec.Struct], key: str, heading: str) -> str:
 
 
 def descriptions(struct: type) -> dict[str, str]:
-    """The meaning of each field, from the section `Attributes:` of the docstring; a line can describe several fields."""
+    """The meaning of each field, from the docstring's section `Attributes:`; an entry can describe several fields."""
     section = inspect.cleandoc(struct.__doc__ or "").split("\nAttributes:\n")[1]
     found = {}
     for names, text in re.findall(r"(?m)^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", section):
@@ -92,7 +93,7 @@ def _summary(struct: type) -> str:
     return re.sub(r"\s+", " ", inspect.cleandoc(struct.__doc__ or "").split("\n\n")[0])
 
 
-def _nested(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
+def nested(struct: type[msgspec.Struct]) -> Iterator[type[msgspec.Struct]]:
     """The classes of objects that are values of keys, by the order of these keys."""
     for hint in get_type_hints(struct).values():
         yield from (part for part in _parts(hint) if isinstance(part, type) and issubclass(part, msgspec.Struct))
@@ -121,7 +122,9 @@ def _type(hint: Any) -> str:
 
 
 def _limits(meta: Meta) -> str:
-    low = next((f"{name} {value:,}" for name, value in (("from", meta.ge), ("above", meta.gt)) if value is not None), "")
+    low = next(
+        (f"{name} {value:,}" for name, value in (("from", meta.ge), ("above", meta.gt)) if value is not None), ""
+    )
     high = next((f"{name} {value:,}" for name, value in (("to", meta.le), ("below", meta.lt)) if value is not None), "")
     bounds = " ".join(part for part in (low, high) if part)
     pattern = f"pattern `{meta.pattern}`" if meta.pattern else ""

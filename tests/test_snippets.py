@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import itertools
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,7 +76,9 @@ def check_pip(words: list[str]) -> str:
     project = (ROOT / "pyproject.toml").read_text()
     for word in words:
         extras = re.fullmatch(r"(?:\.|triton-inflight)\[(.*)\]", word)
-        missing = [one for one in (extras[1].split(",") if extras else []) if not re.search(rf"(?m)^{one} = \[", project)]
+        missing = [
+            one for one in (extras[1].split(",") if extras else []) if not re.search(rf"(?m)^{one} = \[", project)
+        ]
         if missing:
             return f"no extra {missing}"
     return "" if words[1] == "install" else f"pip {words[1]}"
@@ -101,7 +103,7 @@ def check_locust(words: list[str]) -> str:
 def check_helm(words: list[str]) -> str:
     """The files exist, and the chart has every value that is set."""
     chart = yaml.safe_load((ROOT / "deploy" / "helm" / "inflight" / "values.yaml").read_text())
-    for word, value in zip(words, words[1:]):
+    for word, value in itertools.pairwise(words):
         if word == "--set":
             at = chart
             for key in value.split("=")[0].split("."):
@@ -148,7 +150,11 @@ def test_commands_within_sentences_are_valid() -> None:
             name, *rest = quoted.split()
             known = GROUP.commands.get(name)
             options = {word.split("=")[0] for word in rest if word.startswith("--")}
-            has = {option for param in known.params for option in (*param.opts, *param.secondary_opts)} if known else set()
+            has = (
+                {option for param in known.params for option in (*param.opts, *param.secondary_opts)}
+                if known
+                else set()
+            )
             if known is None or options - has - {"--help"}:
                 wrong.append(f"{page.relative_to(ROOT)}: `inflight {quoted}`")
     assert not wrong

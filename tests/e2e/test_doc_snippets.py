@@ -186,7 +186,9 @@ def checkout(folder: Path) -> Path:
 
 def interpreter(block: Block) -> str:
     """The Python that has the modules of a program: this one, or that of `make clients-env`."""
-    elsewhere = [name for name in snippets.MODULES_ELSEWHERE if re.search(rf"(?m)^(?:from|import) {name}\b", block.text)]
+    elsewhere = [
+        name for name in snippets.MODULES_ELSEWHERE if re.search(rf"(?m)^(?:from|import) {name}\b", block.text)
+    ]
     if not elsewhere:
         return sys.executable
     python = Path(os.environ.get("INFLIGHT_CLIENTS_ENV", ROOT / ".venv-clients")) / "openai3" / "bin" / "python"

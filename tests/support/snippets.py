@@ -61,7 +61,10 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"(OMP_NUM_THREADS=2 )?python (-m pytest tests/gpu|bench/gpu)", "needs a GPU; files and options are checked"),
     (r"export PYTHONPATH=\$PWD/DIR", "for a machine with a card"),
     (r"pytest tests/clients", "tests of make test-all"),
-    (r"cp -r backend/inflight /opt/tritonserver", "writes to /opt; tests/e2e/test_copied_backend.py copies the backend"),
+    (
+        r"cp -r backend/inflight /opt/tritonserver",
+        "writes to /opt; tests/e2e/test_copied_backend.py copies the backend",
+    ),
     (r"tritonserver ", "of an installation in /opt; tests/e2e/test_copied_backend.py starts one with the copy"),
     (r"inflight gateway --routing prefix --triton replica-1", "three replicas; tests/e2e/test_fleet.py starts them"),
     (r"envoy -c", "in front of three gateways; tests/e2e/test_fleet.py starts it"),
