@@ -30,8 +30,8 @@ _CONFIGURATION = """\
 # Keys of `model.json`
 
 Every key of a model's configuration, by topic, with its type, its default and its meaning.
-[Configure](../operations/configure.md) says where they are set, and which to set first. `inflight serve --set KEY=VALUE`
-takes them, and so does [`LLM`](../python.md).
+[Configure](../operations/configure.md) says where they are set, and which to set first.
+`inflight serve --set KEY=VALUE` takes them, and so does [`LLM`](../python.md).
 
 <!-- Written by docs/generate_reference.py from the docstring of EngineConfig; edit that. -->
 """

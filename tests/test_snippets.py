@@ -8,6 +8,8 @@ import importlib.util
 import itertools
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,8 @@ BLOCKS = [block for page in snippets.PAGES for block in page_blocks(page)]
 LINES = [(block, line) for block in BLOCKS if block.language == "sh" for line in logical_lines(block.text)]
 COMMANDS = [(block, words) for block, line in LINES for words in commands(line)]
 GROUP: Any = typer.main.get_command(app)
+# Code within sentences: (page, text).
+QUOTED = [(str(page.relative_to(ROOT)), text) for page in snippets.PAGES for text in snippets.quoted(page)]
 
 
 def of_language(*languages: str) -> list[Block]:
@@ -144,20 +148,40 @@ def test_every_command_is_valid(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_commands_within_sentences_are_valid() -> None:
     """`inflight ...` in backticks names a command that exists, and options that it has."""
     wrong = []
-    for page in snippets.PAGES:
-        text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-        for quoted in re.findall(r"`inflight ([a-z][^`]*)`", text):
-            name, *rest = quoted.split()
-            known = GROUP.commands.get(name)
-            options = {word.split("=")[0] for word in rest if word.startswith("--")}
-            has = (
-                {option for param in known.params for option in (*param.opts, *param.secondary_opts)}
-                if known
-                else set()
-            )
-            if known is None or options - has - {"--help"}:
-                wrong.append(f"{page.relative_to(ROOT)}: `inflight {quoted}`")
+    for page, text in QUOTED:
+        if not re.match(r"inflight [a-z]", text):
+            continue
+        _, name, *rest = text.split()
+        params = GROUP.commands[name].params if name in GROUP.commands else []
+        has = {option for param in params for option in (*param.opts, *param.secondary_opts)}
+        options = {word.split("=")[0] for word in rest if word.startswith("--")}
+        if not params or options - has - {"--help"}:
+            wrong.append(f"{page}: `{text}`")
     assert not wrong
+
+
+def test_other_programs_within_sentences_are_called_rightly() -> None:
+    checks = {name: check for name, check in CHECKS.items() if name != "inflight"}
+    found = [(page, text) for page, text in QUOTED if text.startswith(tuple(f"{name} " for name in checks))]
+    said = [(page, text, checks[words[0]](words)) for page, text in found for words in commands(text)[:1]]
+    assert said and not [one for one in said if one[2]]
+
+
+@pytest.mark.nightly
+def test_benchmarks_have_the_options_that_pages_name() -> None:
+    found = [(page, words) for page, text in QUOTED if text.startswith("python bench/") for words in commands(text)]
+    found += [(block.where, words) for block, words in COMMANDS if words[:1] == ["python"] and "bench/" in words[1]]
+    printed: dict[str, str] = {}
+    for where, words in found:
+        command = " ".join(words[1 : 3 if words[1] == "bench/gpu.py" else 2])
+        if command not in printed:
+            called = [sys.executable, *command.split(), "--help"]
+            ended = subprocess.run(called, cwd=ROOT, capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, f"{where}: {ended.stderr}"
+            printed[command] = ended.stdout
+        own = words[: words.index("--")] if "--" in words else words  # what follows is for another program
+        missing = [word for word in own if word.startswith("--") and word not in printed[command]]
+        assert not missing, f"{where}: {' '.join(words)}"
 
 
 def test_curl_sends_json() -> None:

@@ -64,7 +64,11 @@ class Network:
 
 
 class Reader:
-    """Someone who follows a page: a folder, a network, the variables that were exported, and the server that runs."""
+    """Someone who follows pages: a folder, a network, the variables that were exported, and the servers that run.
+
+    Attributes:
+        missing: blocks that need a module which this machine does not have.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = checkout(folder)
@@ -76,9 +80,20 @@ class Reader:
             "PATH": programs,
             "PYTHONPATH": ":".join(map(str, folders)),
             "HF_HUB_OFFLINE": "1",
-            "INFLIGHT_ADMIN_KEY": KEY,
         }
+        self.environment.pop("INFLIGHT_ADMIN_KEY", None)  # pages say where it is needed
+        self.missing: list[str] = []
         self.servers: list[subprocess.Popen[str]] = []
+
+    def follow(self, page: Path) -> None:
+        """Run the blocks of a page in their order; skips the test at its end if something was missing."""
+        self.missing.clear()
+        before = self.environment
+        for block in page_blocks(page):
+            self.run(block)
+        self.environment = before
+        if self.missing:
+            pytest.skip(f"make clients-env: {', '.join(self.missing)}")
 
     def run(self, block: Block) -> None:
         if block.language == "sh":
@@ -111,16 +126,25 @@ class Reader:
         text = f"set -e\n{text}\nenv -0 > {kept}"
         self.check(block, ["bash", "-o", "pipefail", "-c", text])
         exported = dict(one.split("=", 1) for one in kept.read_text().split("\0") if "=" in one)
-        self.environment |= {name: value for name, value in exported.items() if name != "_"}
+        self.environment = self.environment | {name: value for name, value in exported.items() if name != "_"}
 
     def run_program(self, block: Block) -> None:
         python = interpreter(block)
+        if python is None:
+            self.missing.append(block.where)
+            return
         program = self.folder / ".program.py"
         program.write_text(snippets.substituted(block.text))
         self.check(block, [python, str(program)])
 
     def check(self, block: Block, command: list[str]) -> None:
-        ended = subprocess.run(
+        ended = self.command(command)
+        said = f"{block.where}\n{block.text}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}\n{self.log()[-3000:]}"
+        assert ended.returncode == 0, said
+        assert '{"error"' not in ended.stdout, said
+
+    def command(self, command: list[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [*self.network.enter, *command],
             cwd=self.folder,
             env=self.environment,
@@ -129,14 +153,16 @@ class Reader:
             text=True,
             timeout=SCRIPT_SECONDS,
         )
-        said = f"{block.where}\n{block.text}\n{ended.stdout[-3000:]}\n{ended.stderr[-3000:]}\n{self.log()[-3000:]}"
-        assert ended.returncode == 0, said
-        assert '{"error"' not in ended.stdout, said
 
     def serve(self, line: str) -> None:
-        """Start a server and wait until it is ready; one that runs already is stopped, unless this is a gateway."""
+        """Start a server and wait until it is ready; one that runs already is stopped, unless this is a gateway.
+
+        A server without an admin key gets the tests' one instead of a random one, which a reader would copy.
+        """
         if line.startswith("inflight serve"):
             self.stop_servers()
+            if "INFLIGHT_ADMIN_KEY" not in self.environment:
+                line = line.replace("inflight serve", f"inflight serve --admin-key {KEY}", 1)
         log = self.folder / f".server{len(self.servers)}.log"
         command = [*self.network.enter, "bash", "-c", f"exec {line}"]
         process = subprocess.Popen(
@@ -184,17 +210,15 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def interpreter(block: Block) -> str:
-    """The Python that has the modules of a program: this one, or that of `make clients-env`."""
+def interpreter(block: Block) -> str | None:
+    """The Python with the modules of a program: this one, or that of `make clients-env`; None if that is missing."""
     elsewhere = [
         name for name in snippets.MODULES_ELSEWHERE if re.search(rf"(?m)^(?:from|import) {name}\b", block.text)
     ]
     if not elsewhere:
         return sys.executable
     python = Path(os.environ.get("INFLIGHT_CLIENTS_ENV", ROOT / ".venv-clients")) / "openai3" / "bin" / "python"
-    if not python.exists():
-        pytest.skip(f"{block.where} needs {elsewhere[0]}: make clients-env")
-    return str(python)
+    return str(python) if python.exists() else None
 
 
 def runs(block: Block) -> bool:
@@ -214,6 +238,7 @@ def reader(folder: Path, serving: bool) -> Iterator[Reader]:
         if serving:
             checkpoint = "model_repository/demo/1/checkpoint"
             found.serve(f"inflight serve {checkpoint} --name demo --openai-port 9000 --set step_trace=true")
+            found.command(["inflight", "generate", "Return a list of", "--max-tokens", "4"])  # a trace needs steps
         yield found
     finally:
         found.close()
@@ -236,13 +261,9 @@ def name(page: Path) -> str:
 @pytest.mark.parametrize("page", SERVERS, ids=name)
 def test_a_page_with_a_server_of_its_own(page: Path, triton_installed: None, tmp_path: Path) -> None:
     with reader(tmp_path, serving=name(page) in ALONE) as alone:
-        for block in page_blocks(page):
-            alone.run(block)
+        alone.follow(page)
 
 
 @pytest.mark.parametrize("page", CLIENTS, ids=name)
 def test_a_page(page: Path, shared: Reader) -> None:
-    # A trace needs steps before it.
-    shared.script(page_blocks(page)[0], "inflight generate 'Return a list of' --max-tokens 4")
-    for block in page_blocks(page):
-        shared.run(block)
+    shared.follow(page)

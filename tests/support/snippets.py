@@ -24,6 +24,7 @@ __all__ = [
     "commands",
     "logical_lines",
     "page_blocks",
+    "quoted",
     "reason_not_to_run",
     "substituted",
 ]
@@ -74,8 +75,8 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"class TritonPythonModel", "crashes a tritonserver on purpose"),
 ]
 
-# What runs instead: (pattern, replacement).  `Qwen/Qwen2.5-0.5B-Instruct` needs none: the tests run where that is a
-# folder, with the demo checkpoint.
+# Replacements: (pattern, text that runs instead).  `Qwen/Qwen2.5-0.5B-Instruct` needs none: the tests run in a folder
+# that has one of this name, with the demo checkpoint.
 SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"\bKEY\b", "key-of-the-tests-server"),
     (r"(?<=--model )CHECKPOINT\b", "model_repository/demo/1/checkpoint"),
@@ -118,6 +119,12 @@ def page_blocks(page: Path) -> list[Block]:
     return found
 
 
+def quoted(page: Path) -> list[str]:
+    """Code in backticks within the sentences of a page."""
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([^`\n]+)`", text)
+
+
 def logical_lines(text: str) -> list[str]:
     """The lines of a script, joined where they end in a backslash; without comments and empty lines."""
     joined = re.sub(r"\\\n\s*", "", text)
@@ -133,7 +140,7 @@ def commands(line: str) -> list[list[str]]:
     words = iter(lexer)
     for word in words:
         if set(word) <= set("<>"):
-            next(words)  # the file
+            next(words, None)  # the file
         elif set(word) <= set("|&;()"):
             found.append([])
         elif found[-1] or not re.match(r"\w+=", word):
