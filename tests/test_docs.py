@@ -135,6 +135,12 @@ def test_an_entry_has_type_limits_default_and_links() -> None:
 # -- the site
 
 
+def test_every_page_is_in_the_menu() -> None:
+    listed = re.findall(r"(?m)^ +- (?:[\w ]+: )?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text())
+    pages = [str(page.relative_to(ROOT / "docs")) for page in NAMING_PAGES]
+    assert sorted(listed) == sorted(pages), "nav in mkdocs.yml"
+
+
 class Page(HTMLParser):
     """Links, ids, and files that the browser loads, of a page of the site."""
 

@@ -31,6 +31,8 @@ READY_SECONDS, SCRIPT_SECONDS = 120, 240
 
 # Pages that leave a server behind which other pages cannot use.
 ALONE = {"docs/operations/monitor.md": "drains the model"}
+# Pages that tests of their own run.
+ELSEWHERE = {"docs/python.md": "tests/backend/in_process/test_python_page.py"}
 
 UP = """
 import fcntl, socket, struct
@@ -250,12 +252,13 @@ def shared(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
         yield found
 
 
-CLIENTS = [page for page in snippets.PAGES if any(map(runs, page_blocks(page))) and not starts_a_server(page)]
-SERVERS = [page for page in snippets.PAGES if any(map(runs, page_blocks(page))) and starts_a_server(page)]
-
-
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+RUN = [page for page in snippets.PAGES if any(map(runs, page_blocks(page))) and name(page) not in ELSEWHERE]
+SERVERS = [page for page in RUN if starts_a_server(page)]
+CLIENTS = [page for page in RUN if page not in SERVERS]
 
 
 @pytest.mark.parametrize("page", SERVERS, ids=name)
