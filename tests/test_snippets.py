@@ -50,6 +50,8 @@ def test_no_command_hides_in_a_text_block() -> None:
         first = [line.split()[0] for line in block.text.splitlines() if line[:1].strip()]
         hidden = {*first} & {*snippets.PROGRAMS} - {"tritonserver"}  # whose processes are drawn
         assert not hidden, f"{block.where}: a block with {hidden} is sh"
+        command = re.search(r"(?m)^(?:\$ .*|[a-z][\w./-]*(?: \S+)* --?[a-z].*)$", block.text)
+        assert command is None, f"{block.where}: {command[0]!r} looks like a command: a block with commands is sh"
 
 
 # -- sh

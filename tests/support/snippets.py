@@ -12,6 +12,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
+from markdown_it import MarkdownIt
+
 __all__ = [
     "LANGUAGES",
     "MODULES_ELSEWHERE",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 ROOT = Path(__file__).parents[2]
+_MARKDOWN = MarkdownIt("commonmark").enable("table")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 # Languages, and the titles that a block of each can have.  A title says what the text is.
@@ -91,7 +94,7 @@ SUBSTITUTIONS: list[tuple[str, str]] = [
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A block of code.
 
     Attributes:
         page: path from the root.
@@ -110,19 +113,22 @@ class Block:
 
 
 def page_blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in their order."""
-    text = page.read_text(encoding="utf-8")
+    """The blocks of a page, in their order; an indented one has no language."""
     found = []
-    for match in re.finditer(r"^ *```(\S*)(?: title=\"(.*)\")?.*\n((?:.*\n)*?) *```$", text, re.MULTILINE):
-        line = text.count("\n", 0, match.start()) + 1
-        found.append(Block(str(page.relative_to(ROOT)), line, match[1], match[2] or "", match[3]))
+    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+        if token.type in ("fence", "code_block"):
+            language, _, rest = token.info.partition(" ")
+            title = re.fullmatch(r'title="(.*)"', rest)
+            assert token.map is not None
+            path = str(page.relative_to(ROOT))
+            found.append(Block(path, token.map[0] + 1, language, title[1] if title else rest, token.content))
     return found
 
 
 def quoted(page: Path) -> list[str]:
     """Code in backticks within the sentences of a page."""
-    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return re.findall(r"`([^`\n]+)`", text)
+    tokens = _MARKDOWN.parse(page.read_text(encoding="utf-8"))
+    return [child.content for token in tokens for child in token.children or () if child.type == "code_inline"]
 
 
 def logical_lines(text: str) -> list[str]:
