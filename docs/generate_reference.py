@@ -54,7 +54,7 @@ def topics() -> list[tuple[str, list[str]]]:
     """Topics and their keys, in the order of the table "All keys"."""
     page = (DOCS / "operations" / "configure.md").read_text(encoding="utf-8")
     rows = page.split("\n## All keys\n")[1].split("\n## ")[0]
-    found = re.findall(r"(?m)^\| \[(.+?)\]\(\S+\) \| (`.+?`) \|", rows)
+    found = re.findall(r"(?m)^\| (.+?) \| (`.+?`) \|", rows)
     return [(topic, re.findall(r"`(\w+)`", keys)) for topic, keys in found]
 
 
