@@ -23,6 +23,7 @@ __all__ = [
     "ROOT",
     "SUBSTITUTIONS",
     "Block",
+    "blocks_of",
     "commands",
     "logical_lines",
     "page_blocks",
@@ -44,7 +45,7 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
     "text": ("",),  # diagrams, formats, output: no command and no program
 }
 
-# The first words of commands.  tests/test_snippets.py has a check for each.
+# The first words of commands.  tests/test_snippets.py checks their words where it can.
 PROGRAMS = (
     "claude", "cp", "curl", "docker", "echo", "envoy", "export", "helm", "inflight", "jq", "locust", "make", "mkdir",
     "pip", "pytest", "python", "source", "tritonserver", "vllm-router",
@@ -113,15 +114,18 @@ class Block:
 
 
 def page_blocks(page: Path) -> list[Block]:
-    """The blocks of a page, in their order; an indented one has no language."""
+    return blocks_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
+
+
+def blocks_of(text: str, page: str) -> list[Block]:
+    """The blocks of a page's text, in their order; an indented one has no language."""
     found = []
-    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+    for token in _MARKDOWN.parse(text):
         if token.type in ("fence", "code_block"):
             language, _, rest = token.info.partition(" ")
             title = re.fullmatch(r'title="(.*)"', rest)
             assert token.map is not None
-            path = str(page.relative_to(ROOT))
-            found.append(Block(path, token.map[0] + 1, language, title[1] if title else rest, token.content))
+            found.append(Block(page, token.map[0] + 1, language, title[1] if title else rest, token.content))
     return found
 
 
