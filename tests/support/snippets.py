@@ -40,15 +40,16 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES: dict[str, tuple[str, ...]] = {
     "sh": ("",),
     "python": ("",),
-    "json": ("model.json", "messages"),
+    "json": ("model.json", "messages", "response"),
+    "yaml": ("values.yaml",),
     "pbtxt": ("config.pbtxt",),
     "text": ("",),  # diagrams, formats, output: no command and no program
 }
 
 # The first words of commands.  tests/test_snippets.py checks their words where it can.
 PROGRAMS = (
-    "claude", "cp", "curl", "docker", "echo", "envoy", "export", "helm", "inflight", "jq", "locust", "make", "mkdir",
-    "pip", "pytest", "python", "source", "tritonserver", "vllm-router",
+    "claude", "cp", "curl", "docker", "echo", "envoy", "export", "helm", "inflight", "jq", "kubectl", "locust", "make",
+    "mkdir", "pip", "pytest", "python", "source", "tritonserver", "vllm-router",
 )  # fmt: skip
 
 # Modules that the tests' environment does not have: `make clients-env` makes one that does.
