@@ -34,10 +34,13 @@ ALONE = {"docs/operations/monitor.md": "drains the model"}
 # Pages that tests of their own run.
 ELSEWHERE = {"docs/python.md": "tests/backend/in_process/test_python_page.py"}
 
-UP = """
-import fcntl, socket, struct
+# Turns the loopback interface on, says so, and lives until its input ends.
+HOLDER = """
+import fcntl, os, socket, struct, sys
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
     fcntl.ioctl(any_socket, 0x8914, struct.pack("16sh", b"lo", 0x41))  # SIOCSIFFLAGS: IFF_UP | IFF_RUNNING
+print(os.getpid(), flush=True)
+sys.stdin.read()
 """
 
 
@@ -47,22 +50,25 @@ class Network:
     def __init__(self) -> None:
         if shutil.which("unshare") is None or shutil.which("nsenter") is None:
             pytest.skip("no unshare and nsenter (util-linux)")
-        command = ["unshare", "--user", "--map-root-user", "--net", "--kill-child", "--fork", "cat"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
-        while not (found := children.read_text().split()):
-            if self.process.poll() is not None:
-                pytest.skip(f"this machine has no user namespaces: {self.process.communicate()[1].strip()}")
-            time.sleep(0.01)
-        self.pid = found[0]
-        subprocess.run([*self.enter, sys.executable, "-c", UP], check=True)
+        command = ["unshare", "--user", "--map-root-user", "--net", "--kill-child", "--fork"]
+        self.process = subprocess.Popen(
+            [*command, sys.executable, "-c", HOLDER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        self.pid = self.process.stdout.readline().strip()
+        if not self.pid:
+            pytest.skip(f"this machine has no user namespaces: {self.process.communicate()[1].strip()}")
 
     @property
     def enter(self) -> list[str]:
         return ["nsenter", "--target", self.pid, "--user", "--net", "--preserve-credentials"]
 
     def close(self) -> None:
-        self.process.communicate()  # closes its input, at which `cat` ends
+        self.process.communicate()  # closes its input
 
 
 class Reader:
