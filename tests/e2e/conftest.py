@@ -15,8 +15,9 @@ HERE = Path(__file__).parent
 LOG_CHARACTERS = 6000  # of each server that a failure shows
 
 # The modules of each pytest-xdist group.  A group runs in one process, whose modules share a tritonserver, and takes
-# about as long as the other.
+# about as long as the other; that of the docs runs nightly.
 GROUPS = {
+    "e2e-docs": ("doc_snippets",),
     "e2e-demo": (
         "anthropic",
         "copied_backend",
