@@ -63,6 +63,9 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"docker ", "no Docker in the tests; tests/deploy/test_container.py and test_fleet_examples.py read these files"),
     (r"curl http://127\.0\.0\.1:9000/v1/models", "calls the services that docker compose would have started"),
     (r"helm ", "no cluster in the tests; the values are rendered with the chart"),
+    (r"kubectl ", "no cluster in the tests"),
+    (r"python -m loadtest run --url", "needs two servers, one of them with a GPU; tests/loadtest runs it"),
+    (r"locust .*month-end", "a ramp takes minutes; tests/loadtest runs the shape"),
     (r"claude$|export ANTHROPIC_", "Claude Code is not installed; tests/e2e/test_anthropic.py sends what it sends"),
     (r"(OMP_NUM_THREADS=2 )?python (-m pytest tests/gpu|bench/gpu)", "needs a GPU; files and options are checked"),
     (r"export PYTHONPATH=\$PWD/DIR", "for a machine with a card"),
@@ -75,7 +78,6 @@ NOT_RUN: list[tuple[str, str]] = [
     (r"inflight gateway --routing prefix --triton replica-1", "three replicas; tests/e2e/test_fleet.py starts them"),
     (r"envoy -c", "in front of three gateways; tests/e2e/test_fleet.py starts it"),
     (r"vllm-router ", "in front of three gateways; tests/e2e/test_fleet.py starts it"),
-    (r"locust -f loadtest/rampfile.py", "a ramp takes minutes; tests/loadtest runs the shape"),
     (r"out = scheduler\.schedule\(\)", "three lines of EngineCore.step"),
     (r"class TritonPythonModel", "crashes a tritonserver on purpose"),
 ]
@@ -84,6 +86,7 @@ NOT_RUN: list[tuple[str, str]] = [
 # that has one of this name, with the demo checkpoint.
 SUBSTITUTIONS: list[tuple[str, str]] = [
     (r"\bKEY\b", "key-of-the-tests-server"),
+    (r"(?<=inflight serve )MODEL\b", "model_repository/demo/1/checkpoint"),
     (r"(?<=--model )CHECKPOINT\b", "model_repository/demo/1/checkpoint"),
     (r"(locust (?!.*--headless).*)", r"\1 --headless --users 2 --requests 4"),  # without it, it serves a web page
     (r"(inflight calibrate .*)", r"\1 --seconds 1"),
