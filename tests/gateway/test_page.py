@@ -168,7 +168,7 @@ async def test_the_state_has_models_and_load(start):
 
 async def test_the_docs_show_the_keys_of_the_state(start):
     page = (Path(__file__).parents[2] / "docs" / "page.md").read_text(encoding="utf-8")
-    shown = json.loads(page.split("```json\n")[1].split("```")[0])
+    shown = json.loads(page.split('```json title="response"\n')[1].split("```")[0])
 
     def keys(value: Any) -> Any:
         if isinstance(value, dict):
