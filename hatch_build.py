@@ -1,4 +1,4 @@
-"""Build hook: compiles the CPU kernels into the package, for wheels and editable installs.
+"""Build hook: compiles the CPU kernels into the package, for wheels and editable installs; adds the demo to wheels.
 
 Without a compiler the install succeeds; the backend then reports at load what to install.
 """
@@ -15,6 +15,10 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "editable":  # which finds the demo in the checkout
+            for part in ("config.pbtxt", "1"):
+                source = str(Path(self.root, "model_repository", "demo", part))
+                build_data["force_include"][source] = f"inflight_tools/model_repository/demo/{part}"
         # Run by path: importing the package would need torch.
         script = Path(self.root, "backend", "inflight", "kernels", "cpu", "build.py")
         kernel = runpy.run_path(str(script), run_name="kernel_build")

@@ -21,10 +21,15 @@ def enter_phase(phase: str) -> None:
 
 
 def print_phases(model: str) -> None:
-    """Print each phase of loading `model`, a hub id or a folder, as `[inflight] loading NAME: PHASE`."""
-    handler = logging.StreamHandler(sys.stderr)
+    """Print each phase of loading `model`, a hub id or a folder, as `inflight: loading NAME: PHASE`, and warnings."""
     name = Path(model).name.replace("%", "%%")
-    handler.setFormatter(logging.Formatter(f"[inflight] loading {name}: %(message)s"))
-    _log.handlers = [handler]
-    _log.setLevel(logging.INFO)
-    _log.propagate = False
+    _print(_log, logging.INFO, f"inflight: loading {name}: %(message)s")
+    _print(logging.getLogger(__package__), logging.WARNING, "inflight: warning: %(message)s")
+
+
+def _print(log: logging.Logger, level: int, form: str) -> None:
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(form))
+    log.handlers = [handler]
+    log.setLevel(level)
+    log.propagate = False

@@ -17,9 +17,10 @@ from inflight.runner.pipeline import make_runner
 @pytest.fixture(autouse=True)
 def logger() -> Iterator[None]:
     yield
-    log = logging.getLogger(load_phases.__name__)
-    log.handlers, log.propagate = [], True
-    log.setLevel(logging.NOTSET)
+    for name in (load_phases.__name__, "inflight"):
+        log = logging.getLogger(name)
+        log.handlers, log.propagate = [], True
+        log.setLevel(logging.NOTSET)
 
 
 def test_the_phases_come_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -39,4 +40,8 @@ def test_the_engine_process_prints_them_once_each(capsys: pytest.CaptureFixture[
     for _ in range(2):
         load_phases.print_phases("/models/100%s real")
     load_phases.enter_phase("reading the weights")
-    assert capsys.readouterr().err == "[inflight] loading 100%s real: reading the weights\n"
+    logging.getLogger("inflight.kernels.registry").info("a detail")
+    logging.getLogger("inflight.kernels.registry").warning("no compiler")
+    assert capsys.readouterr().err == (
+        "inflight: loading 100%s real: reading the weights\ninflight: warning: no compiler\n"
+    )

@@ -44,7 +44,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None) -> None:
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, output: Any) -> None:
         server.options.update(timeout=timeout, gateway=gateway, stub_timeout=stub_timeout)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
@@ -279,8 +279,7 @@ def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: sig
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert session_members(pid) == []
-    assert "successfully loaded 'idle'" in errors  # the server's log is streamed
-    assert errors.splitlines()[-1] == "stopped"
+    assert errors.splitlines() == ["idle: starting its process", "idle: loaded", "stopped"]
     assert "Traceback" not in errors
 
 
@@ -289,7 +288,14 @@ def test_a_model_that_fails_is_status_1_with_its_reason_last(tmp_path: Path) -> 
     with _foreground(tmp_path, "broken") as process:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.splitlines()[-1] == "inflight: model 'broken' failed to load: ValueError: no weights"
+    started, kept, reason = errors.splitlines()
+    assert (started, reason) == (
+        "broken: starting its process",
+        "inflight: model 'broken' failed to load: ValueError: no weights",
+    )
+    log = Path(kept.removeprefix("inflight: the server's log is in "))
+    assert log.parent == tmp_path / "temporary" and "failed to load 'broken'" in log.read_text()
+    assert list(log.parent.iterdir()) == [log], "nothing else is left"
     assert session_members(int(output)) == []
 
 

@@ -77,6 +77,10 @@ _AdminKey = Annotated[
 _Unrestricted = Annotated[
     bool, typer.Option("--unrestricted", help="Let every client that reaches the ports manage models: no admin key.")
 ]
+_Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the server's log instead of progress, warnings and errors.")
+]
+_LogFile = Annotated[Path | None, typer.Option(help="Write the server's log to this file.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -127,6 +131,8 @@ def serve(
     ] = STUB_TIMEOUT,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
+    verbose: _Verbose = False,
+    log_file: _LogFile = None,
     openai_port: Annotated[
         int | None, typer.Option(help="Serve OpenAI's API on this port, too; 0 picks a free one (`inflight gateway`).")
     ] = None,
@@ -185,10 +191,12 @@ def serve(
             metrics_port=metrics_port,
             model_control_mode="explicit" if load_model else "none",
             load_models=load_model or (),
+            log_file=log_file,
             temporary=[temporary],
             admin_key=_chosen_key(admin_key, unrestricted),
         )
         from inflight_tools.foreground import run_in_foreground
+        from inflight_tools.server_output import ServerOutput
 
         beside = None
         if openai_port is not None:
@@ -206,7 +214,7 @@ def serve(
                     strict=strict,
                     trust_request_chat_template=trust_request_chat_template,
                 )
-        run_in_foreground(server, timeout, beside, stub_timeout or None)
+        run_in_foreground(server, timeout, beside, stub_timeout or None, ServerOutput(verbose))
 
 
 @app.command()
@@ -229,6 +237,8 @@ def demo(
     metrics_port: _MetricsPort = 8002,
     model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
     exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
+    verbose: _Verbose = False,
+    log_file: _LogFile = None,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
 ) -> None:
@@ -240,16 +250,19 @@ def demo(
         metrics_port=metrics_port,
         model_control_mode="explicit",
         load_models=["demo"],
+        log_file=log_file,
         admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.demo import run_demo
-    from inflight_tools.foreground import run_until_death
+    from inflight_tools.foreground import run_until_death, started
+    from inflight_tools.server_output import ServerOutput
 
-    with stop_signals() as stop, one_line_errors(), server:
+    output = ServerOutput(verbose)
+    with stop_signals() as stop, one_line_errors(), started(server, _LOAD_TIMEOUT_SECONDS, stop, output) as check:
         run_demo(server)
         if not exit_:
             typer.echo("Press Ctrl-C to stop.")
-            run_until_death(server, stop)
+            run_until_death(server, check)
 
 
 def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
@@ -309,10 +322,11 @@ def _gateway_beside(server: TritonServer, port: int, workers: int, **values: Any
 
 
 def _demo_repository() -> Path:
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (folder / "model_repository" / "demo").is_dir():
+    package = Path(__file__).resolve().parent  # the wheel contains the demo; a checkout has it at its root
+    for folder in (Path.cwd(), package, package.parents[1]):
+        if (folder / "model_repository" / "demo" / "config.pbtxt").is_file():
             return folder / "model_repository"
-    fail("model_repository/demo not found; run this in a checkout or give --model-repository")
+    fail("model_repository/demo not found; install the wheel again, or give --model-repository")
 
 
 @contextlib.contextmanager
