@@ -33,7 +33,7 @@ class RecordingServer:
     made: ClassVar[list[RecordingServer]] = []
 
     def __init__(self, repository: Path, **options: Any) -> None:
-        self.options = options
+        self.options, self.admin_key = options, options["admin_key"]
         files = [path for path in Path(repository).rglob("*") if path.is_file()]
         self.files = {str(path.relative_to(repository)): path.read_text() for path in files}
         RecordingServer.made.append(self)
@@ -349,12 +349,11 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
 
 
 def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: list[RecordingServer]) -> None:
-    RecordingServer.host, RecordingServer.admin_key = "127.0.0.1", "a-key-of-16-chars"  # type: ignore[attr-defined]
     keys = repository / "keys"
     keys.write_text("# ours\nfile-key\n\n")
     arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
-    asked = ["--strict", "--allowed-origin", "https://page.example"]
+    asked = ["--strict", "--allowed-origin", "https://page.example", "--admin-key", "a-key-of-16-chars"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0
     beside = servers[0].options["gateway"]
     assert beside._options.strict and beside._options.cors_origins == ("https://page.example",)

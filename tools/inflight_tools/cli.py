@@ -18,6 +18,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.cli import generate
 from inflight_tools import admin
+from inflight_tools.engine_flags import ServeCommand
 from inflight_tools.gateway import (
     AllowedHosts,
     AllowedOrigin,
@@ -26,18 +27,16 @@ from inflight_tools.gateway import (
     Strict,
     TrustRequestChatTemplate,
     gateway,
-    gateway_options,
     read_keys,
 )
+from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
 from inflight_tools.operator import drain, status
-from inflight_tools.ports import resolve_ports
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
 
 if TYPE_CHECKING:
-    from inflight_tools.gateway_process import GatewayProcess
     from inflight_tools.launcher import TritonServer
 
 __all__ = ["app"]
@@ -45,7 +44,6 @@ __all__ = ["app"]
 app = typer.Typer(
     help="Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,7 +52,10 @@ app = typer.Typer(
 _LOAD_TIMEOUT_SECONDS = 900.0
 
 _Name = Annotated[
-    str | None, typer.Option(help="Model name that clients use; by default derived from the checkpoint's.")
+    str | None,
+    typer.Option(
+        "--name", "--served-model-name", help="Model name that clients use; by default derived from the checkpoint's."
+    ),
 ]
 _MaxNumSeqs = Annotated[int | None, typer.Option(help="Maximum number of sequences in a step.")]
 _MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
@@ -98,7 +99,7 @@ def _options(
     """Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server."""
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
     checkpoint: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hugging Face hub id or checkpoint directory.")
@@ -133,9 +134,18 @@ def serve(
     unrestricted: _Unrestricted = False,
     verbose: _Verbose = False,
     log_file: _LogFile = None,
+    openai: Annotated[
+        bool, typer.Option("--openai/--no-openai", help="Serve OpenAI's API, too (`inflight gateway`).")
+    ] = True,
     openai_port: Annotated[
-        int | None, typer.Option(help="Serve OpenAI's API on this port, too; 0 picks a free one (`inflight gateway`).")
+        int | None, typer.Option(help="Its port; 0 picks a free one.", show_default="9000, if that is free")
     ] = None,
+    openai_host: Annotated[
+        str | None,
+        typer.Option(help="Its address.", show_default="127.0.0.1, or that of --host with --openai-port"),
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for OpenAI's API over HTTPS, PEM.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Its certificate chain, PEM.")] = None,
     openai_workers: Annotated[int, typer.Option(min=1, help="Processes for OpenAI's API.")] = 1,
     tool_call_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
@@ -147,6 +157,8 @@ def serve(
     trust_request_chat_template: TrustRequestChatTemplate = False,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
+
+    Each key of model.json is also a flag, as in `vllm serve`: --kv-cache-dtype fp8, --no-enable-prefix-caching.
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
@@ -199,13 +211,13 @@ def serve(
         from inflight_tools.server_output import ServerOutput
 
         beside = None
-        if openai_port is not None:
+        if openai:
+            ports = (http_port, grpc_port, metrics_port)
             keys = read_keys(api_key, api_key_file)
             with one_line_errors():
-                beside = _gateway_beside(
-                    server,
-                    openai_port,
-                    openai_workers,
+                beside = gateway_beside(
+                    server.admin_key,
+                    OpenAIAddress(openai_port, openai_host, openai_workers, ssl_keyfile, ssl_certfile, host, ports),
                     api_keys=keys,
                     tool_call_parser=tool_call_parser,
                     reasoning_parser=reasoning_parser,
@@ -309,16 +321,6 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     except ModuleNotFoundError as error:
         fail(f"{error.name} not found; it is needed to start a server: pip install 'triton-inflight[server]'")
     return TritonServer(model_repository, **options)
-
-
-def _gateway_beside(server: TritonServer, port: int, workers: int, **values: Any) -> GatewayProcess:
-    """A gateway for a server, neither of them started."""
-    options = gateway_options(headers=admin.grpc_metadata(server.admin_key), **values)
-    from inflight_gateway.server import ServerOptions
-    from inflight_tools.gateway_process import GatewayProcess
-
-    chosen = resolve_ports({"OpenAI": port}, server.host)["OpenAI"]
-    return GatewayProcess(options, ServerOptions(host=server.host, port=chosen, workers=workers))
 
 
 def _demo_repository() -> Path:
