@@ -16,6 +16,7 @@ import typer
 import inflight
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
+from inflight_client.chat import chat
 from inflight_client.cli import generate
 from inflight_tools import admin
 from inflight_tools.engine_flags import ServeCommand
@@ -30,7 +31,7 @@ from inflight_tools.gateway import (
     read_keys,
 )
 from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
-from inflight_tools.operator import drain, status
+from inflight_tools.operator import drain, models, status
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
@@ -341,6 +342,8 @@ def _usage_errors() -> Iterator[None]:
 
 app.command()(gateway)
 app.command()(generate)
+app.command()(chat)
+app.command()(models)
 app.command()(status)
 app.command()(drain)
 app.command()(trace)

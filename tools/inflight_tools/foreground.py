@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
+from inflight_client.local_servers import announced
 from inflight_tools.installation import LauncherError, ServerDied
 from inflight_tools.server_output import ServerOutput
 from inflight_tools.terminal import StopRequest, one_line_errors, stop_signals
@@ -93,7 +94,8 @@ def started(
         server.wait_ready(timeout, check)
         output.ready()
         end = partial(server.stop, check_again)
-        yield check
+        with announced(server.addresses, server.admin_key):
+            yield check
     except LauncherError:
         failed = True
         raise

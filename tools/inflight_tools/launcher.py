@@ -151,6 +151,11 @@ class TritonServer:
         return self._address("metrics")
 
     @property
+    def addresses(self) -> list[str]:
+        """Of the services that take requests."""
+        return [self.http_address, self.grpc_address]
+
+    @property
     def admin_headers(self) -> dict[str, str]:
         """HTTP headers that the management endpoints ask for."""
         return admin.http_headers(self.admin_key)
