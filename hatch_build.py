@@ -1,5 +1,5 @@
-"""Build hooks: one compiles the CPU kernels into the package, for wheels and editable installs; one writes the URLs of
-the repository whose GitHub workflow builds the package into its metadata.
+"""Build hooks: one compiles the CPU kernels into the package, for wheels and editable installs, and adds the demo to
+wheels; one writes the URLs of the repository whose GitHub workflow builds the package into its metadata.
 
 Without a compiler the install succeeds; the backend then reports at load what to install.
 """
@@ -18,6 +18,10 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 class KernelBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        if version != "editable":  # which finds the demo in the checkout
+            for part in ("config.pbtxt", "1"):
+                source = str(Path(self.root, "model_repository", "demo", part))
+                build_data["force_include"][source] = f"inflight_tools/model_repository/demo/{part}"
         # Run by path: importing the package would need torch.
         script = Path(self.root, "backend", "inflight", "kernels", "cpu", "build.py")
         kernel = runpy.run_path(str(script), run_name="kernel_build")

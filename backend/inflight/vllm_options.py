@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["BACKEND", "OTHER_NAMES", "SPELLINGS", "STREAM_INTERVAL", "translated"]
+__all__ = ["BACKEND", "OTHER_NAMES", "SPELLINGS", "STREAM_INTERVAL", "option_names", "translated"]
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +80,13 @@ _WITHOUT_EFFECT = {
 
 # All names that this engine takes beside its own.
 OTHER_NAMES = frozenset({*_RENAMED, *_FIXED, *_WITHOUT_EFFECT})
+
+
+def option_names() -> dict[str, bool]:
+    """vLLM's options that are not this engine's; True: those that are on or off."""
+    fixed = {name: isinstance(fixed.allowed[0], bool) for name, fixed in _FIXED.items()}
+    without_effect = {name: name.startswith(("disable_", "use_")) for name in _WITHOUT_EFFECT}
+    return {**fixed, **without_effect, **dict.fromkeys(_RENAMED, False)}
 
 
 def translated(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
+from inflight.load_phases import enter_phase, print_phases
 from inflight.runner.cpu_threads import available_cpus
 
 __all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
@@ -82,6 +83,8 @@ _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
 
 def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
+    print_phases(config.model)
+    enter_phase("importing torch and transformers")
     from inflight.engine.assembly import make_core
     from inflight.loading.loader import LoadError
     from inflight.runner.pipeline import make_runner, placed

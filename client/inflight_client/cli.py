@@ -2,20 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from typing import Annotated, Any, NoReturn
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 import typer
 
 from inflight_client.client import Client
-from inflight_client.endpoint import find_endpoints
+from inflight_client.command_client import INTERRUPTED, client_for, fail
 from inflight_client.errors import InflightError, ServerUnreachableError
 
-__all__ = ["generate"]
+__all__ = [
+    "MaxTokens", "Model", "OneSeed", "Protocol", "Stop", "Temperature", "Timeout", "TopK", "TopP", "Url", "generate",
+    "given_options", "one_line_errors", "standard_input",
+]  # fmt: skip
 
-_INTERRUPTED = 130  # the status shells report for a program ended by Ctrl-C
-
+Url = Annotated[
+    str | None,
+    typer.Option(
+        help="Triton's gRPC or HTTP address, or several with commas: the next continues a broken stream.",
+        show_default="127.0.0.1:8001",
+    ),
+]
+Protocol = Annotated[str | None, typer.Option(help="grpc or http.", show_default="the one that answers at --url")]
+Model = Annotated[str | None, typer.Option(help="Model to ask.", show_default="the only one of the server")]
+MaxTokens = Annotated[int | None, typer.Option(help="Maximum number of output tokens.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.")]
+TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")]
+TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")]
+OneSeed = Annotated[int | None, typer.Option("--seed", help="Make the output reproducible.")]
+Stop = Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")]
+Timeout = Annotated[float | None, typer.Option(help="Maximum seconds for the request.")]
 _Prompt = Annotated[str, typer.Argument(help='Text to continue; "-" reads standard input.')]
 _Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is generated, or at the end.")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the result with its timings as a JSON object.")]
@@ -23,71 +42,72 @@ _Json = Annotated[bool, typer.Option("--json", help="Print the result with its t
 
 def generate(
     prompt: _Prompt,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Triton's gRPC or HTTP address, or several with commas: the next continues a broken stream.",
-            show_default="127.0.0.1:8001",
-        ),
-    ] = None,
-    protocol: Annotated[
-        str | None, typer.Option(help="grpc or http.", show_default="the one that answers at --url")
-    ] = None,
-    model: Annotated[str, typer.Option(help="Model to ask.")] = "demo",
-    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of output tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from the k most likely tokens.")] = None,
-    top_p: Annotated[
-        float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(help="Make the output reproducible.")] = None,
+    url: Url = None,
+    protocol: Protocol = None,
+    model: Model = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    seed: OneSeed = None,
     n: Annotated[int | None, typer.Option("-n", "--n", help="Number of sequences to sample.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")] = None,
+    stop: Stop = None,
     chat: Annotated[bool, typer.Option("--chat", help="Send the prompt as a user message.")] = False,
     stream: _Stream = True,
     json_: _Json = False,
-    timeout: Annotated[float | None, typer.Option(help="Maximum seconds for the request.")] = None,
+    timeout: Timeout = None,
 ) -> None:
-    """Generate text on a running server.  Ctrl-C cancels the request."""
-    text = _standard_input() if prompt == "-" else prompt
-    options: dict[str, Any] = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "seed": seed,
-        "n": n,
-        "stop": stop or None,
-        "timeout": timeout,
-    }
-    options = {name: value for name, value in options.items() if value is not None}
+    """Generate text on a running server.  Ctrl-C cancels the request.
+
+    Examples: `inflight generate "Once upon a time" --max-tokens 40`, `cat letter.txt | inflight generate - --chat`.
+    """
+    text = standard_input() if prompt == "-" else prompt
+    options = given_options(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        n=n,
+        stop=stop or None,
+        timeout=timeout,
+    )
     options["one_response"] = not stream and not json_  # the timings in the JSON need a stream
     options |= {"messages": [{"role": "user", "content": text}]} if chat else {"prompt": text}
+    with one_line_errors(), client_for(url, protocol, model) as client:
+        _show(client, options, live=stream, as_json=json_)
+
+
+def given_options(**options: Any) -> dict[str, Any]:
+    """Those that were given."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what goes wrong with a request into one line and an exit status."""
     try:
-        urls: str | list[str] | None = url
-        if url is not None and protocol is None:
-            protocol, urls = find_endpoints(url)
-        with Client(urls, protocol=protocol or "grpc", model=model) as client:  # type: ignore[arg-type]
-            _show(client, options, live=stream, as_json=json_)
+        yield
     except ValueError as error:
-        _fail(str(error), 2)
+        fail(str(error), 2)
     except ServerUnreachableError as error:
-        _fail(error.message, 2)
+        fail(error.message, 2)
     except InflightError as error:
-        _fail(error.message, 1)
+        fail(error.message, 1)
     except BrokenPipeError:
         raise  # the reader of the output closed it
     except OSError as error:
-        _fail(f"cannot write the output: {error.strerror}", 1)
+        fail(f"cannot write the output: {error.strerror}", 1)
     except KeyboardInterrupt:
-        _fail("cancelled", _INTERRUPTED)
+        fail("cancelled", INTERRUPTED)
 
 
-def _standard_input() -> str:
+def standard_input() -> str:
+    """All of it; exits if it is no text."""
     try:
         return sys.stdin.read()
     except UnicodeDecodeError as error:
-        _fail(f"standard input is not valid UTF-8: {error.reason} at {error.start}", 2)
+        fail(f"standard input is not valid UTF-8: {error.reason} at {error.start}", 2)
 
 
 def _show(client: Client, options: dict[str, Any], live: bool, as_json: bool) -> None:
@@ -107,8 +127,3 @@ def _show(client: Client, options: dict[str, Any], live: bool, as_json: bool) ->
     elif not live:
         for choice in result.choices:
             typer.echo(choice.text)
-
-
-def _fail(message: str, status: int) -> NoReturn:
-    typer.echo(f"inflight: {message}", err=True)
-    raise typer.Exit(status)

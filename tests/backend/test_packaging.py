@@ -72,6 +72,7 @@ class TestWheel:
         tree, fresh = tmp_path / "tree", tmp_path / "fresh"
         for name in ("backend", "client", "gateway", "tools"):
             shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(ROOT / "model_repository" / "demo", tree / "model_repository" / "demo")
         for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
             shutil.copy(ROOT / name, tree)
         self.run(tree, sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist")
@@ -90,6 +91,11 @@ class TestWheel:
         code = f"from inflight.kernels.cpu import build, library; print({names})"
         said = self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).split()
         assert Path(said[0]).is_relative_to(fresh) and said[1:] == ["None", "True"]
+        assert "Serve the demo model" in self.run(tmp_path, str(fresh / "bin" / "inflight"), "demo", "--help")
+        code = "from inflight_tools.cli import _demo_repository; print(_demo_repository())"
+        demo = Path(self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).strip()) / "demo"
+        config = EngineConfig.from_file(demo / "1" / "model.json")
+        assert demo.is_relative_to(fresh) and (Path(config.model) / "model.safetensors").is_file()
 
     @staticmethod
     def run(folder: Path, *command: str) -> str:

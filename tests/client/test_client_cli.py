@@ -91,7 +91,7 @@ def test_a_deadline_shows_the_text_so_far(server: list[str]) -> None:
 def test_no_server_is_one_line(protocol_: str) -> None:
     address = f"127.0.0.1:{pick_ports(1)[0]}"
     status, out, error = run("a", "--url", address, "--protocol", protocol_)
-    assert (status, out) == (2, "\n")
+    assert (status, out) == (2, "")
     assert error.startswith(f"inflight: cannot reach {address}") and error.count("\n") == 1
 
 

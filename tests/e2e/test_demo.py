@@ -97,9 +97,10 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
     settings = fake_options(tmp_path)
     options = ["--name", "mine", "--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory", "64MiB"]
     options += ["--set", f"python_executable={settings['python_executable']}"]
-    with _inflight("serve", "--model", settings["model"], *options) as process:
+    with _inflight("serve", "--model", settings["model"], *options, "--openai-port", "0") as process:
         assert process.stdout is not None
-        key, ready = process.stdout.readline(), process.stdout.readline()
+        key, front, ready = (process.stdout.readline() for _ in range(3))
+        assert re.match(r"ready: OpenAI's API at http://127\.0\.0\.1:\d+/v1$", front), front
         assert re.match(r"admin key, .*: [\w-]{32}$", key), key
         address = re.match(r"ready: HTTP (\S+),", ready)
         assert address is not None, ready
@@ -114,9 +115,12 @@ def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", "serve", "--model", str(tmp_path)]
     ended = subprocess.run([*command, *ANY_PORTS], capture_output=True, text=True, timeout=120)
     assert ended.returncode == 1
-    last = ended.stderr.splitlines()[-1]
+    *_, kept, last = ended.stderr.splitlines()
     assert last.startswith("inflight: model ")
     assert "failed to load" in last
+    log = Path(kept.removeprefix("inflight: the server's log is in "))
+    assert "failed to load" in log.read_text()
+    log.unlink()
 
 
 @pytest.mark.parametrize("option", ["http", "grpc", "metrics"])

@@ -33,7 +33,7 @@ class RecordingServer:
     made: ClassVar[list[RecordingServer]] = []
 
     def __init__(self, repository: Path, **options: Any) -> None:
-        self.options = options
+        self.options, self.admin_key = options, options["admin_key"]
         files = [path for path in Path(repository).rglob("*") if path.is_file()]
         self.files = {str(path.relative_to(repository)): path.read_text() for path in files}
         RecordingServer.made.append(self)
@@ -44,7 +44,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None) -> None:
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, output: Any) -> None:
         server.options.update(timeout=timeout, gateway=gateway, stub_timeout=stub_timeout)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
@@ -284,8 +284,7 @@ def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: sig
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 0
     assert session_members(pid) == []
-    assert "successfully loaded 'idle'" in errors  # the server's log is streamed
-    assert errors.splitlines()[-1] == "stopped"
+    assert errors.splitlines() == ["idle: starting its process", "idle: loaded", "stopped"]
     assert "Traceback" not in errors
 
 
@@ -294,7 +293,14 @@ def test_a_model_that_fails_is_status_1_with_its_reason_last(tmp_path: Path) -> 
     with _foreground(tmp_path, "broken") as process:
         output, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert errors.splitlines()[-1] == "inflight: model 'broken' failed to load: ValueError: no weights"
+    started, kept, reason = errors.splitlines()
+    assert (started, reason) == (
+        "broken: starting its process",
+        "inflight: model 'broken' failed to load: ValueError: no weights",
+    )
+    log = Path(kept.removeprefix("inflight: the server's log is in "))
+    assert log.parent == tmp_path / "temporary" and "failed to load 'broken'" in log.read_text()
+    assert list(log.parent.iterdir()) == [log], "nothing else is left"
     assert session_members(int(output)) == []
 
 
@@ -349,12 +355,12 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
 
 
 def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: list[RecordingServer]) -> None:
-    RecordingServer.host, RecordingServer.admin_key = "127.0.0.1", "a-key-of-16-chars"  # type: ignore[attr-defined]
     keys = repository / "keys"
     keys.write_text("# ours\nfile-key\n\n")
     arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
-    asked = ["--strict", "--allowed-origin", "https://page.example", "--otlp-traces-endpoint", "http://collector"]
+    asked = ["--strict", "--allowed-origin", "https://page.example", "--admin-key", "a-key-of-16-chars"]
+    asked += ["--otlp-traces-endpoint", "http://collector"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0
     beside = servers[0].options["gateway"]
     assert beside._options.otlp_traces_endpoint == "http://collector"

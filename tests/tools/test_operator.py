@@ -127,6 +127,8 @@ def run(monkeypatch: pytest.MonkeyPatch, found: Any, *arguments: str) -> tuple[A
     client = Answering(found)
     monkeypatch.setattr(operator, "find_endpoint", lambda url: ("grpc", url))
     monkeypatch.setattr(operator, "Client", client)
+    monkeypatch.setattr(operator, "key_of", lambda url: None)
+    monkeypatch.setattr(operator, "sole_model", lambda url, protocol, key: "the only one")
     return CliRunner().invoke(cli.app, list(arguments)), client
 
 
@@ -137,7 +139,7 @@ def test_the_commands_ask_and_print(monkeypatch: pytest.MonkeyPatch) -> None:
     result, _ = run(monkeypatch, answer(), "status", "--json")
     assert json.loads(result.output) == answer()
     result, client = run(monkeypatch, {"finished": 3, "ended": 1, "seconds": 2.04}, "drain")
-    assert client.asked == [("drain", "demo")]
+    assert client.asked == [("drain", "the only one")]
     assert result.output.strip() == "drained in 2.0 s: 3 requests finished, 1 were ended"
 
 
@@ -155,3 +157,17 @@ def test_the_commands_send_the_admin_key(monkeypatch: pytest.MonkeyPatch, comman
 def test_failures_are_one_line_and_a_status(monkeypatch: pytest.MonkeyPatch, error: Exception, status: int) -> None:
     result, _ = run(monkeypatch, error, "status")
     assert result.exit_code == status and result.output.strip() == "inflight: no"
+
+
+INDEX = [
+    {"name": "a", "version": "1", "state": "READY", "reason": ""},
+    {"name": "b", "version": "1", "state": "UNAVAILABLE", "reason": "unloaded"},
+]
+
+
+def test_models_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator, "models_at", lambda url, protocol, key: INDEX)
+    assert run(monkeypatch, None, "models")[0].output == "a  1  READY\nb  1  UNAVAILABLE  unloaded\n"
+    assert json.loads(run(monkeypatch, None, "models", "--json")[0].output) == INDEX
+    monkeypatch.setattr(operator, "models_at", lambda url, protocol, key: [])
+    assert run(monkeypatch, None, "models")[0].output == "no models\n"

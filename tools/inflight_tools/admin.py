@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import secrets
 
+from inflight_client.local_servers import ADMIN_HEADER, admin_headers
+
 __all__ = ["ENVIRONMENT", "check_key", "grpc_metadata", "http_headers", "new_key", "restrictions"]
 
 ENVIRONMENT = "INFLIGHT_ADMIN_KEY"
 
-_HEADER = "inflight-admin-key"
-_GRPC_PREFIX = "triton-grpc-protocol-"  # Triton puts it in front of the key's name
 _CATEGORIES = ("model-repository", "shared-memory", "statistics", "trace", "logging")
 _MIN_LENGTH = 16
 
@@ -39,15 +39,15 @@ def check_key(key: str) -> None:
 
 def http_headers(key: str | None) -> dict[str, str]:
     """Headers for Triton's HTTP management endpoints; none without a key."""
-    return {} if key is None else {_HEADER: key}
+    return admin_headers("http", key)
 
 
 def grpc_metadata(key: str | None) -> dict[str, str]:
     """Metadata for Triton's gRPC management calls; none without a key."""
-    return {} if key is None else {_GRPC_PREFIX + _HEADER: key}
+    return admin_headers("grpc", key)
 
 
 def restrictions(key: str) -> list[str]:
     """Arguments with which `tritonserver` refuses the management endpoints to callers that do not send `key`."""
-    rule = f"{','.join(_CATEGORIES)}:{_HEADER}={key}"
+    rule = f"{','.join(_CATEGORIES)}:{ADMIN_HEADER}={key}"
     return [f"--http-restricted-api={rule}", f"--grpc-restricted-protocol={rule}"]

@@ -16,8 +16,10 @@ import typer
 import inflight
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
+from inflight_client.chat import chat
 from inflight_client.cli import generate
 from inflight_tools import admin
+from inflight_tools.engine_flags import ServeCommand
 from inflight_tools.gateway import (
     AllowedHosts,
     AllowedOrigin,
@@ -28,18 +30,16 @@ from inflight_tools.gateway import (
     Strict,
     TrustRequestChatTemplate,
     gateway,
-    gateway_options,
     read_keys,
 )
-from inflight_tools.operator import drain, status
-from inflight_tools.ports import resolve_ports
+from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
+from inflight_tools.operator import drain, models, status
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
 
 if TYPE_CHECKING:
-    from inflight_tools.gateway_process import GatewayProcess
     from inflight_tools.launcher import TritonServer
 
 __all__ = ["app"]
@@ -47,7 +47,6 @@ __all__ = ["app"]
 app = typer.Typer(
     help="Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -56,7 +55,10 @@ app = typer.Typer(
 _LOAD_TIMEOUT_SECONDS = 900.0
 
 _Name = Annotated[
-    str | None, typer.Option(help="Model name that clients use; by default derived from the checkpoint's.")
+    str | None,
+    typer.Option(
+        "--name", "--served-model-name", help="Model name that clients use; by default derived from the checkpoint's."
+    ),
 ]
 _MaxNumSeqs = Annotated[int | None, typer.Option(help="Maximum number of sequences in a step.")]
 _MaxNumBatchedTokens = Annotated[int | None, typer.Option(help="Token budget of a step.")]
@@ -79,6 +81,10 @@ _AdminKey = Annotated[
 _Unrestricted = Annotated[
     bool, typer.Option("--unrestricted", help="Let every client that reaches the ports manage models: no admin key.")
 ]
+_Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Show the server's log instead of progress, warnings and errors.")
+]
+_LogFile = Annotated[Path | None, typer.Option(help="Write the server's log to this file.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -96,7 +102,7 @@ def _options(
     """Serve Hugging Face language models with continuous batching on NVIDIA Triton Inference Server."""
 
 
-@app.command()
+@app.command(cls=ServeCommand)
 def serve(
     checkpoint: Annotated[
         str | None, typer.Argument(metavar="MODEL", help="Hugging Face hub id or checkpoint directory.")
@@ -129,9 +135,20 @@ def serve(
     ] = STUB_TIMEOUT,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
+    verbose: _Verbose = False,
+    log_file: _LogFile = None,
+    openai: Annotated[
+        bool, typer.Option("--openai/--no-openai", help="Serve OpenAI's API, too (`inflight gateway`).")
+    ] = True,
     openai_port: Annotated[
-        int | None, typer.Option(help="Serve OpenAI's API on this port, too; 0 picks a free one (`inflight gateway`).")
+        int | None, typer.Option(help="Its port; 0 picks a free one.", show_default="9000, if that is free")
     ] = None,
+    openai_host: Annotated[
+        str | None,
+        typer.Option(help="Its address.", show_default="127.0.0.1, or that of --host with --openai-port"),
+    ] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Private key for OpenAI's API over HTTPS, PEM.")] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Its certificate chain, PEM.")] = None,
     openai_workers: Annotated[int, typer.Option(min=1, help="Processes for OpenAI's API.")] = 1,
     tool_call_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
     reasoning_parser: Annotated[str, typer.Option(help="As in `inflight gateway`.")] = "",
@@ -145,6 +162,8 @@ def serve(
     otlp_traces_endpoint: OtlpTracesEndpoint = "",
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
+
+    Each key of model.json is also a flag, as in `vllm serve`: --kv-cache-dtype fp8, --no-enable-prefix-caching.
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
 
@@ -179,7 +198,7 @@ def serve(
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
-            traces = otlp_traces_endpoint or None if openai_port is None else None
+            traces = None if openai else otlp_traces_endpoint or None
             _reject_with_repository(
                 {"model": model, "name": name, **options, "set": set_, "otlp_traces_endpoint": traces}
             )
@@ -193,19 +212,21 @@ def serve(
             metrics_port=metrics_port,
             model_control_mode="explicit" if load_model else "none",
             load_models=load_model or (),
+            log_file=log_file,
             temporary=[temporary],
             admin_key=_chosen_key(admin_key, unrestricted),
         )
         from inflight_tools.foreground import run_in_foreground
+        from inflight_tools.server_output import ServerOutput
 
         beside = None
-        if openai_port is not None:
+        if openai:
+            ports = (http_port, grpc_port, metrics_port)
             keys = read_keys(api_key, api_key_file)
             with one_line_errors():
-                beside = _gateway_beside(
-                    server,
-                    openai_port,
-                    openai_workers,
+                beside = gateway_beside(
+                    server.admin_key,
+                    OpenAIAddress(openai_port, openai_host, openai_workers, ssl_keyfile, ssl_certfile, host, ports),
                     api_keys=keys,
                     tool_call_parser=tool_call_parser,
                     reasoning_parser=reasoning_parser,
@@ -216,7 +237,7 @@ def serve(
                     page=not no_page,
                     otlp_traces_endpoint=otlp_traces_endpoint,
                 )
-        run_in_foreground(server, timeout, beside, stub_timeout or None)
+        run_in_foreground(server, timeout, beside, stub_timeout or None, ServerOutput(verbose))
 
 
 @app.command()
@@ -239,6 +260,8 @@ def demo(
     metrics_port: _MetricsPort = 8002,
     model_repository: Annotated[Path | None, typer.Option(help="Repository that contains the model `demo`.")] = None,
     exit_: Annotated[bool, typer.Option("--exit", envvar="INFLIGHT_DEMO_EXIT", help="Stop after the demo.")] = False,
+    verbose: _Verbose = False,
+    log_file: _LogFile = None,
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
 ) -> None:
@@ -250,16 +273,19 @@ def demo(
         metrics_port=metrics_port,
         model_control_mode="explicit",
         load_models=["demo"],
+        log_file=log_file,
         admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.demo import run_demo
-    from inflight_tools.foreground import run_until_death
+    from inflight_tools.foreground import run_until_death, started
+    from inflight_tools.server_output import ServerOutput
 
-    with stop_signals() as stop, one_line_errors(), server:
+    output = ServerOutput(verbose)
+    with stop_signals() as stop, one_line_errors(), started(server, _LOAD_TIMEOUT_SECONDS, stop, output) as check:
         run_demo(server)
         if not exit_:
             typer.echo("Press Ctrl-C to stop.")
-            run_until_death(server, stop)
+            run_until_death(server, check)
 
 
 def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
@@ -308,22 +334,12 @@ def _server(model_repository: Path | str, **options: Any) -> TritonServer:
     return TritonServer(model_repository, **options)
 
 
-def _gateway_beside(server: TritonServer, port: int, workers: int, **values: Any) -> GatewayProcess:
-    """A gateway for a server, neither of them started."""
-    key = server.admin_key
-    options = gateway_options(headers=admin.grpc_metadata(key), admin_key=key or "", **values)
-    from inflight_gateway.server import ServerOptions
-    from inflight_tools.gateway_process import GatewayProcess
-
-    chosen = resolve_ports({"OpenAI": port}, server.host)["OpenAI"]
-    return GatewayProcess(options, ServerOptions(host=server.host, port=chosen, workers=workers))
-
-
 def _demo_repository() -> Path:
-    for folder in (Path.cwd(), Path(__file__).resolve().parents[2]):
-        if (folder / "model_repository" / "demo").is_dir():
+    package = Path(__file__).resolve().parent  # the wheel contains the demo; a checkout has it at its root
+    for folder in (Path.cwd(), package, package.parents[1]):
+        if (folder / "model_repository" / "demo" / "config.pbtxt").is_file():
             return folder / "model_repository"
-    fail("model_repository/demo not found; run this in a checkout or give --model-repository")
+    fail("model_repository/demo not found; install the wheel again, or give --model-repository")
 
 
 @contextlib.contextmanager
@@ -336,6 +352,8 @@ def _usage_errors() -> Iterator[None]:
 
 app.command()(gateway)
 app.command()(generate)
+app.command()(chat)
+app.command()(models)
 app.command()(status)
 app.command()(drain)
 app.command()(trace)

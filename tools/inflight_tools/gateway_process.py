@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import ssl
 import subprocess
 import sys
 import time
@@ -45,7 +46,8 @@ class GatewayProcess:
     def url(self) -> str:
         """The `base_url` for clients."""
         host = f"[{self._server.host}]" if ":" in self._server.host else self._server.host
-        return f"http://{host}:{self._server.port}/v1"
+        scheme = "http" if self._server.ssl_keyfile is None else "https"
+        return f"{scheme}://{host}:{self._server.port}/v1"
 
     @property
     def page_url(self) -> str | None:
@@ -105,7 +107,8 @@ class GatewayProcess:
             self._process.stdin.close()
 
     def _answers(self) -> bool:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        own = ssl._create_unverified_context()  # its certificate names what clients call, not this address
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=own))
         try:
             with opener.open(self.url.removesuffix("/v1") + "/health", timeout=2.0) as response:
                 return bool(response.status == 200)

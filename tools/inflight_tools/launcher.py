@@ -128,7 +128,7 @@ class TritonServer:
         self._temporary = list(temporary)
         self._sweeper: Sweeper | None = None
         self._runtime_dir: Path | None = None
-        self._last_log = ""
+        self._last_log = b""
         self.log_file: Path | None = None
         self.process: subprocess.Popen[bytes] | None = None
         self.shm_prefix = ""
@@ -149,6 +149,11 @@ class TritonServer:
     def metrics_address(self) -> str:
         """`host:port` of the Prometheus text at `/metrics`."""
         return self._address("metrics")
+
+    @property
+    def addresses(self) -> list[str]:
+        """Of the services that take requests."""
+        return [self.http_address, self.grpc_address]
 
     @property
     def admin_headers(self) -> dict[str, str]:
@@ -256,8 +261,12 @@ class TritonServer:
 
     def log_text(self) -> str:
         """The server's output so far; still available after `stop()`."""
+        return self.log_bytes().decode(errors="replace")
+
+    def log_bytes(self) -> bytes:
+        """As `log_text`, not decoded."""
         if self.log_file is not None and self.log_file.exists():
-            return self.log_file.read_bytes().decode(errors="replace")
+            return self.log_file.read_bytes()
         return self._last_log
 
     def stop(self, check: Callable[[], None] = lambda: None) -> None:
@@ -302,7 +311,7 @@ class TritonServer:
             self.process.wait()
         if self.shm_prefix:
             remove_shared_memory(self.shm_prefix)
-        self._last_log = self.log_text()
+        self._last_log = self.log_bytes()
         self._remove_runtime_dir()
 
     # -- internals ------------------------------------------------------------------------
@@ -338,6 +347,8 @@ class TritonServer:
     def _environment(self, installation: TritonInstallation, libpython: Path) -> dict[str, str]:
         assert self._runtime_dir is not None
         env = {**os.environ, "PYTHONUNBUFFERED": "1", **self._env}
+        env.setdefault("TQDM_POSITION", "-1")  # the hub's library then shows downloads, though stderr is a file
+        env.setdefault("TQDM_MININTERVAL", "1")
         if "GLIBC_TUNABLES" not in env:
             env |= {"GLIBC_TUNABLES": _MALLOC, "INFLIGHT_SERVER_MALLOC": "1"}
         env.pop(admin.ENVIRONMENT, None)

@@ -1,43 +1,58 @@
-"""`inflight status` and `inflight drain`.  Exit status: 0 success, 1 the server refused or failed, 2 no server or wrong
-usage."""
+"""`inflight models`, `status` and `drain`.
+
+Exit status: 0 success, 1 the server refused or failed, 2 no server or wrong usage.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import typer
 
 from inflight_client.client import Client
+from inflight_client.command_client import models_at, sole_model
 from inflight_client.endpoint import find_endpoint
 from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_client.local_servers import key_of
 from inflight_tools.admin import ENVIRONMENT
 from inflight_tools.terminal import fail
 
-__all__ = ["drain", "status", "status_table"]
+__all__ = ["drain", "models", "status", "status_table"]
 
 _Url = Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")]
-_Model = Annotated[str, typer.Option(help="Model to ask.")]
-_AdminKey = Annotated[str | None, typer.Option(envvar=ENVIRONMENT, help="What the server printed at its start.")]
+_Model = Annotated[str | None, typer.Option(help="Model to ask.", show_default="the only one of the server")]
+_AdminKey = Annotated[
+    str | None,
+    typer.Option(envvar=ENVIRONMENT, help="What the server printed at its start; known if you run it on this machine."),
+]
 _Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
 def status(
-    url: _Url = "127.0.0.1:8001", model: _Model = "demo", json_: _Json = False, admin_key: _AdminKey = None
+    url: _Url = "127.0.0.1:8001", model: _Model = None, json_: _Json = False, admin_key: _AdminKey = None
 ) -> None:
-    """Show what a model does now.  It answers while its engine is down, too."""
+    """Show what a model does now.  It answers while its engine is down, too.
+
+    Examples: `inflight status`, `inflight status --model qwen --json | jq .engine.load`.
+    """
     answer = _ask(url, model, "stats", 10.0, admin_key)
     typer.echo(answer if json_ else status_table(json.loads(answer)))
 
 
 def drain(
     url: _Url = "127.0.0.1:8001",
-    model: _Model = "demo",
+    model: _Model = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait; the model's drain_timeout bounds them.")] = 3600.0,
     json_: _Json = False,
     admin_key: _AdminKey = None,
 ) -> None:
-    """Take no new requests and wait for the open ones.  A drained model serves again once it is reloaded."""
+    """Take no new requests and wait for the open ones.  A drained model serves again once it is reloaded.
+
+    Example: `inflight drain --model qwen --timeout 60`.
+    """
     answer = _ask(url, model, "drain", timeout, admin_key)
     found = json.loads(answer)
     typer.echo(
@@ -47,11 +62,32 @@ def drain(
     )
 
 
-def _ask(url: str, model: str, control: str, timeout: float, admin_key: str | None) -> str:
-    try:
+def models(url: _Url = "127.0.0.1:8001", json_: _Json = False, admin_key: _AdminKey = None) -> None:
+    """List the models of a server: name, version, state, and why one is not ready.
+
+    Examples: `inflight models`, `inflight models --json | jq -r '.[].name'`.
+    """
+    with _failures():
         protocol, url = find_endpoint(url)
+        found = models_at(url, protocol, admin_key)
+    rows = [[entry[key] for key in ("name", "version", "state", "reason")] for entry in found]
+    typer.echo(json.dumps(found) if json_ else "\n".join("  ".join(row).rstrip() for row in rows) or "no models")
+
+
+def _ask(url: str, model: str | None, control: str, timeout: float, admin_key: str | None) -> str:
+    with _failures():
+        protocol, url = find_endpoint(url)
+        key = admin_key or key_of(url)
+        asked = model or sole_model(url, protocol, key)
         with Client(url, protocol=protocol) as client:
-            return client.control(control, model, timeout, admin_key)
+            return client.control(control, asked, timeout, key)
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    """One line and an exit status."""
+    try:
+        yield
     except ServerUnreachableError as error:
         fail(error.message, 2)
     except InflightError as error:

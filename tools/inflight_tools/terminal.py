@@ -1,13 +1,10 @@
-"""A command in a terminal: stop signals, one-line errors, a log on stderr."""
+"""A command in a terminal: stop signals, one-line errors."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
-import sys
-import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -15,7 +12,7 @@ import typer
 
 from inflight_tools.installation import LauncherError
 
-__all__ = ["StopRequest", "echo_file", "fail", "one_line_errors", "stop_signals"]
+__all__ = ["StopRequest", "fail", "one_line_errors", "stop_signals"]
 
 
 class StopRequest:
@@ -74,27 +71,3 @@ def fail(message: str, status: int = 1) -> NoReturn:
     """Exit with one line on stderr."""
     typer.echo(f"inflight: {message}", err=True)
     raise typer.Exit(status)
-
-
-@contextlib.contextmanager
-def echo_file(path: Path) -> Iterator[None]:
-    """Copy a growing file to stderr while the context is open, and the rest of it on exit."""
-    done = threading.Event()
-
-    def copy() -> None:
-        with open(path, "rb") as source:
-            while True:
-                last = done.is_set()
-                sys.stderr.buffer.write(source.read())
-                sys.stderr.flush()
-                if last:
-                    return
-                done.wait(0.1)
-
-    thread = threading.Thread(target=copy, name="log-echo", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()

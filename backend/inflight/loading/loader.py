@@ -32,6 +32,7 @@ from inflight.engine.attached import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.kernels.registry import check_switches, select_attention
+from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, position_limits, that_fit
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
@@ -216,6 +217,7 @@ def load(config: EngineConfig) -> LoadedModel:
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
     used_before = meter.used() if meter is not None else 0
+    enter_phase("reading the weights")
     model = load_weights(config, hf_config, dtype, device)
     kv_dtype = KV_DTYPES[config.kv_cache_dtype]
     found = probe(model, text_config, length, device)
@@ -250,6 +252,7 @@ def load(config: EngineConfig) -> LoadedModel:
         loaded._allocate(plan_on_cpu(config, layers.bytes_per_block, length, available_memory(device)))
         num_blocks = info.num_blocks
     found_cases = that_fit(found_cases, num_blocks, config.block_size)
+    enter_phase("computing reference logits")
     check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
     loaded.model = _checked_forward(model, config, check, device, length)
     if loaded.model is model and not found.keeps_logits:

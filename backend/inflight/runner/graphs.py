@@ -37,6 +37,7 @@ from torch import Tensor
 from inflight.attention.base import AttentionBackend
 from inflight.config import EngineConfig
 from inflight.device.memory import DeviceMeter, format_bytes
+from inflight.load_phases import enter_phase
 from inflight.loading.memory_plan import graph_bytes
 from inflight.runner.capture import Capturer, Graph, Launch, capturer_of
 from inflight.runner.step_inputs import StepSize
@@ -137,6 +138,7 @@ class DecodeGraphs:
         if not self._sizes:
             return 0
         begun = time.perf_counter()
+        enter_phase(f"capturing {len(self._sizes)} CUDA graphs")
         try:
             self._warm_up(self._sizes)
             before = meter.used()

@@ -19,7 +19,12 @@ def trace(
         list[Path], typer.Option("--output", "-o", help="File to write: .html, .perfetto.json or .json; repeatable.")
     ],
     url: Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")] = "127.0.0.1:8000",
-    model: Annotated[str, typer.Option(help="Model to ask; its model.json must set step_trace.")] = "demo",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model to ask; its model.json must set step_trace.", show_default="the only one of the server"
+        ),
+    ] = None,
     format_: Annotated[
         str | None, typer.Option("--format", help="html, perfetto or json; by default from the name.")
     ] = None,
@@ -30,7 +35,10 @@ def trace(
     ] = None,
     input_: Annotated[Path | None, typer.Option("--input", help="Convert this .json file instead of asking.")] = None,
 ) -> None:
-    """Export what the engine did last.  A timeline (HTML), a file for ui.perfetto.dev, or raw JSON."""
+    """Export what the engine did last.  A timeline (HTML), a file for ui.perfetto.dev, or raw JSON.
+
+    Examples: `inflight trace -o steps.html`, `inflight trace -o steps.json --last 100`.
+    """
     try:
         formats = [_checked(format_) if format_ else format_of(path) for path in output]
         found = read_trace(input_) if input_ else fetch_trace(url, model, admin_key=admin_key)

@@ -8,8 +8,10 @@ import msgspec
 
 from inflight.engine.step_trace import Trace, TraceError
 from inflight_client.client import Client
+from inflight_client.command_client import sole_model
 from inflight_client.endpoint import find_endpoint
 from inflight_client.errors import InflightError, ServerUnreachableError
+from inflight_client.local_servers import key_of
 from inflight_tools.trace.html import timeline_html
 from inflight_tools.trace.perfetto import perfetto_trace
 from inflight_tools.trace.timeline import build_timeline
@@ -32,13 +34,14 @@ class TraceServerError(RuntimeError):
         self.status = status
 
 
-def fetch_trace(url: str, model: str, timeout: float = 60.0, admin_key: str | None = None) -> Trace:
+def fetch_trace(url: str, model: str | None, timeout: float = 60.0, admin_key: str | None = None) -> Trace:
     """Ask a running server for a model's step trace.
 
     Args:
         url: gRPC or HTTP address of Triton, with or without a scheme.
+        model: None: the only one of the server.
         timeout: seconds to wait for the trace.
-        admin_key: the server's, if it has one.
+        admin_key: the server's, if it has one; None: that of a server which this user runs on this machine.
 
     Raises:
         TraceServerError: no server there, no such model, or `step_trace` is off.
@@ -48,7 +51,9 @@ def fetch_trace(url: str, model: str, timeout: float = 60.0, admin_key: str | No
     try:
         protocol, url = find_endpoint(url)
         with Client(url, protocol=protocol) as client:
-            return Trace.from_json(client.control("step_trace", model, timeout, admin_key))
+            key = admin_key or key_of(url)
+            asked = model or sole_model(url, protocol, key)
+            return Trace.from_json(client.control("step_trace", asked, timeout, key))
     except ServerUnreachableError as error:
         raise TraceServerError(error.message, 2) from None
     except InflightError as error:

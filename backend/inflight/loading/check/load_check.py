@@ -26,6 +26,7 @@ from inflight.device.batch_state import BatchState
 from inflight.device.step_hook import StepHook
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
+from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, that_fit
 from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.forward.rotary import forget_lengths
@@ -98,6 +99,7 @@ class LoadCheck:
     limits: tuple[int, ...] = ()
 
     def passes(self, forward: Callable[..., Any]) -> bool:
+        enter_phase("checking the logits")
         return self.error(forward) <= self.tolerance
 
     def error(self, forward: Callable[..., Any]) -> float:

@@ -9,6 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.hub import CheckpointFileError, checkpoint_file
 from inflight.loading.load_errors import LoadError, in_one_line
 
 __all__ = ["dtype_of", "eos_token_ids", "max_model_len", "read_config"]
@@ -20,6 +21,10 @@ def read_config(config: EngineConfig) -> Any:
     Raises:
         LoadError: it cannot be read.
     """
+    try:
+        checkpoint_file(config.model, "config.json", config.revision)  # says in seconds that the hub does not answer
+    except CheckpointFileError as error:
+        raise LoadError(str(error)) from None
     try:
         return AutoConfig.from_pretrained(
             config.model, revision=config.revision, trust_remote_code=config.trust_remote_code

@@ -16,6 +16,7 @@ from torch import nn
 
 from inflight.kernel_config import KernelConfig
 from inflight.kernels.registry import select_ops
+from inflight.load_phases import enter_phase
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.forward.native_decoder import native_decoder
 from inflight.loading.forward.packed_experts import pack_others
@@ -59,6 +60,7 @@ def accelerate(
     name = type(model).__name__
     if (why := scheme.unsupported(model)) is not None:
         raise CannotQuantize(why)
+    enter_phase("packing the weights")
     native = native_decoder(model, scheme.cpu_format)
     if isinstance(native, str):
         _log.info("%s runs through transformers: %s", name, native)

@@ -1,0 +1,79 @@
+"""Keys of `model.json` as flags of `inflight serve`, in the form of `vllm serve`: `--kv-cache-dtype fp8`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from typer.core import TyperCommand
+
+from inflight.config import EngineConfig
+from inflight.vllm_options import option_names
+from inflight_tools.terminal import fail
+
+__all__ = ["ServeCommand", "as_settings"]
+
+_SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-q": "--quantization"}
+
+# Flags of vLLM's server that are no keys, and what to do here.
+_ELSEWHERE = {
+    "--allowed-origins": "give each origin with --allowed-origin",
+    "--chat-template-content-format": "it is told by the template; leave it out",
+    "--lora-modules": "adapters are not served; merge the adapter into the checkpoint",
+    "--root-path": "set it in the proxy that adds the path",
+    "--ssl-ca-certs": "certificates of clients are checked by a proxy in front of the server",
+    "--uvicorn-log-level": "use --verbose",
+}
+_WITHOUT_EFFECT = {"--enable-auto-tool-choice"}
+
+
+class ServeCommand(TyperCommand):
+    """A command that also takes every key of `model.json` as a flag."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, as_settings(args, own | set(ctx.help_option_names)))
+
+
+def as_settings(args: Sequence[str], own: Collection[str]) -> list[str]:
+    """The arguments, with `--set KEY=VALUE` in place of each flag that is a key and not one of `own`.
+
+    A flag that is neither is left for the command to refuse.
+    """
+    found: list[str] = []
+    left = list(args)
+    while left:
+        given = left.pop(0)
+        name, equals, value = given.partition("=")
+        name = _SHORT.get(name, name)
+        if name in own or not name.startswith("--") or name == "--":
+            found.append(given)
+        elif name in _ELSEWHERE:
+            fail(f"{name} is an option of vllm serve: {_ELSEWHERE[name]}", status=2)
+        elif name not in _WITHOUT_EFFECT:
+            found += _setting(name, value if equals else None, left) or [given]
+    return found
+
+
+def _setting(name: str, value: str | None, left: list[str]) -> list[str]:
+    """`--set KEY=VALUE`, with a value taken from `left` if it was not given; [] if `name` is no key."""
+    keys = _keys()
+    key = name.removeprefix("--").replace("-", "_")
+    if value is None and key not in keys and keys.get(key.removeprefix("no_")) is True:
+        return ["--set", f"{key.removeprefix('no_')}=false"]
+    if key not in keys:
+        return []
+    if value is None:
+        if keys[key] and not (left and left[0] in ("true", "false", "auto")):
+            value = "true"
+        elif not left:
+            fail(f"{name} needs a value", status=2)
+        else:
+            value = left.pop(0)
+    return ["--set", f"{key}={value}"]
+
+
+def _keys() -> dict[str, bool]:
+    """Each key; True: it is on or off."""
+    own = {key: "bool" in str(EngineConfig.__annotations__[key]) for key in EngineConfig.__struct_fields__}
+    return {**option_names(), **own}
