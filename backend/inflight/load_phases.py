@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def enter_phase(phase: str) -> None:
-    """What loading does from now on, such as "reading the weights"."""
+    """Loading begins a phase, such as "reading the weights"."""
     _log.info("%s", phase)
 
 

@@ -83,7 +83,7 @@ OTHER_NAMES = frozenset({*_RENAMED, *_FIXED, *_WITHOUT_EFFECT})
 
 
 def option_names() -> dict[str, bool]:
-    """vLLM's options that are not this engine's; True: those that are on or off."""
+    """vLLM's options that are not this engine's; True: a switch."""
     fixed = {name: isinstance(fixed.allowed[0], bool) for name, fixed in _FIXED.items()}
     without_effect = {name: name.startswith(("disable_", "use_")) for name in _WITHOUT_EFFECT}
     return {**fixed, **without_effect, **dict.fromkeys(_RENAMED, False)}

@@ -79,7 +79,7 @@ def generate(
 
 
 def given_options(**options: Any) -> dict[str, Any]:
-    """Those that were given."""
+    """The options that were given, without the others."""
     return {name: value for name, value in options.items() if value is not None}
 
 

@@ -1,4 +1,4 @@
-"""What loading says about its progress."""
+"""Loading tells its progress."""
 
 from __future__ import annotations
 

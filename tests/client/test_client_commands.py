@@ -135,7 +135,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def until(self, pattern: str) -> str:
-        """What it shows up to the match of a pattern."""
+        """Its output up to the match of a pattern."""
         while (found := re.search(pattern, self._seen, re.DOTALL)) is None:
             self._seen += self._read()
         shown, self._seen = self._seen[: found.end()], self._seen[found.end() :]

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_tokenizer, make_request
 
 from inflight.config import EngineConfig
@@ -24,8 +25,8 @@ PROMPT = TOKENIZER.encode("the list of names")
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
+        return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
+    except psutil.NoSuchProcess:
         return False
 
 

@@ -106,7 +106,7 @@ def test_wrong_usage_is_one_line_and_status_2(
             "--max-num-seqs cannot be combined with --model-repository",
         ),
         (
-            ["--model-repository", ".", "--otlp-traces-endpoint", "http://collector:4318"],
+            ["--model-repository", ".", "--no-openai", "--otlp-traces-endpoint", "http://collector:4318"],
             "--otlp-traces-endpoint cannot be combined with --model-repository; edit the model.json there",
         ),
         (["--model", "a/b", "--otlp-traces-endpoint", "collector:4317"], "give a URL of a collector"),

@@ -1,4 +1,4 @@
-"""What of a server's log a terminal shows."""
+"""The part of a server's log that a terminal shows."""
 
 from __future__ import annotations
 

@@ -163,6 +163,9 @@ def serve(
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
+    Examples: `inflight serve ./checkpoint --dtype bfloat16 --max-model-len 8192`, `inflight serve --model-repository
+    models --no-openai`. Then, in another terminal: `inflight chat`.
+
     Each key of model.json is also a flag, as in `vllm serve`: --kv-cache-dtype fp8, --no-enable-prefix-caching.
 
     Ctrl-C and SIGTERM give open requests the `drain_timeout` of their model to finish; the second one ends them.
@@ -247,7 +250,10 @@ def init(
     name: _Name = None,
     set_: _Set = None,
 ) -> None:
-    """Write a model repository entry.  It is for a tritonserver that you run yourself."""
+    """Write a model repository entry.  It is for a tritonserver that you run yourself.
+
+    Example: `inflight init models --model Qwen/Qwen2.5-0.5B-Instruct --name qwen --set max_model_len=4096`.
+    """
     with _usage_errors():
         entry = write_entry(folder, name or default_name(model), engine_config(model, {}, set_ or []))
     typer.echo(f"wrote {entry}")
@@ -265,7 +271,10 @@ def demo(
     admin_key: _AdminKey = None,
     unrestricted: _Unrestricted = False,
 ) -> None:
-    """Serve the demo model and stream to it.  Several prompts share the batch; the server keeps running."""
+    """Serve the demo model and stream to it.  Several prompts share the batch; the server keeps running.
+
+    Examples: `inflight demo`, `inflight demo --exit`.
+    """
     server = _server(
         model_repository or _demo_repository(),
         http_port=http_port,

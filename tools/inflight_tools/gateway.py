@@ -148,6 +148,9 @@ def gateway(
 ) -> None:
     """Serve OpenAI's API in front of one Triton, of several that serve the same models, or of several for each model.
 
+    Examples: `inflight gateway --triton 127.0.0.1:8001`, `inflight gateway --triton a:8001 --triton b:8001 --routing
+    prefix --host 0.0.0.0 --api-key-file keys`.
+
     Exit status: 0 stopped by Ctrl-C or SIGTERM, 1 the port cannot be used, 2 wrong usage.
     """
     options = gateway_options(

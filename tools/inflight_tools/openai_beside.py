@@ -27,7 +27,7 @@ _NEEDED = "uvicorn"  # what only the extra `gateway` installs
 
 @dataclass(frozen=True)
 class OpenAIAddress:
-    """What the command line says about the address.
+    """The address, by the options of the command line.
 
     Attributes:
         port: None: the default one, which may be busy; 0: a free one.

@@ -1,4 +1,4 @@
-"""What a terminal shows of a server's log: one line of progress until the server is ready, then what goes wrong.
+"""A server's log as a terminal shows it: one line of progress until the server is ready, then what goes wrong.
 
 The log itself has a hundred lines before a server is ready, and they are alike for every server.
 """
@@ -115,7 +115,7 @@ class ServerOutput:
 
 
 def _phase(line: str) -> tuple[str, str]:
-    """What the server does, by a line of its log; and what distinguishes it from what was shown before."""
+    """The server's present phase, by a line of its log; and a key that changes when a plain line is due."""
     if (found := _LOADING.match(line)) is not None:
         phase = f"{found[1]}: starting its process"
     elif (found := _LOADED.match(line)) is not None:

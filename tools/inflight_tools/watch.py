@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from inflight.frontend.lifecycle.instance_registry import states_of
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_tools.processes import STUB_NAME, children, end_of, how_it_ended
@@ -109,8 +111,8 @@ def _whose(model: str) -> str:
 
 def _model_of(stub: int) -> str:
     """The model of a living stub, from its command line, which names `<model>/<version>/model.py`; else ""."""
-    with contextlib.suppress(OSError):
-        for argument in Path(f"/proc/{stub}/cmdline").read_text(errors="replace").split("\0"):
+    with contextlib.suppress(psutil.Error):
+        for argument in psutil.Process(stub).cmdline():
             path = Path(argument)
             if path.name == "model.py" and len(path.parts) > 3:
                 return path.parts[-3]
