@@ -146,7 +146,7 @@ SIZE = 30_000_000
 
 
 class FakeHub(BaseHTTPRequestHandler):
-    """Has one file, whatever is asked for."""
+    """Has one file, and answers each request with it."""
 
     def do_HEAD(self) -> None:
         self.send_response(200)
