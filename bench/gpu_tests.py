@@ -35,6 +35,7 @@ def commands(cores: int, has_xdist: bool) -> list[tuple[list[str], int]]:
     `--dist worksteal` and not `loadfile`, which runs a test that kills its process again and again.
     """
     base = [sys.executable, "-u", "-m", "pytest", "-v", "-rs", "--color=no", "-p", "no:cacheprovider"]
+    base += ["-m", "not nightly"]  # on an emulated card; on a real one no test is nightly
     processes = min(_PROCESSES, cores)
     if not has_xdist or processes == 1:
         return [([*base, "tests/gpu"], min(8, cores))]

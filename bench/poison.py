@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long streams wait for their next token when engine processes die: by a request that kills each one, by SIGKILL.
 
-    python bench/poison.py [--streams 40] [--rounds 8] [--backends DIR ...] [--cases ...] [--output FILE]
+    python bench/poison.py [--streams 40] [--rounds 8] [--backends DIR ...] [--cases ...] [--no-spare] [--output FILE]
 
 Supervisor and output of the stub with real engine processes of the demo model; `tests/support/faulty_engine.py` makes
 the poison.  The sides are folders that contain the package `inflight` (default: this checkout's `backend`), so that an
@@ -12,7 +12,8 @@ earlier commit's worktree can be compared in alternating runs.
     twice   SIGKILL, and again 0.1 s later, while the next engine loads
     early   SIGKILL as soon as the first engine is up; in the other cases it has been idle for ten seconds
 
-The CPU seconds are those of all engine processes and of what they were made of, from start to stop.
+With --no-spare each engine does its imports itself; the first one's start is the "load" of a run.  The CPU seconds are
+those of all engine processes and of what they were made of, from start to stop.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import psutil
 
 CASES = ("poison", "kill", "twice", "early")
 IDLE_SECONDS = 10.0
@@ -71,12 +73,13 @@ def wait_until(done: Callable[[], Any]) -> None:
 
 
 def busy() -> tuple[float, float]:
-    """CPU time of all processes of the machine so far, and the time of its cores, in ticks."""
-    fields = [int(value) for value in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    return sum(fields) - fields[3] - fields[4], sum(fields)
+    """CPU time of all processes of the machine so far, and the time of its cores, in seconds."""
+    times = psutil.cpu_times()
+    whole = sum(times) - times.guest - times.guest_nice  # which user and nice contain
+    return whole - times.idle - times.iowait, whole
 
 
-def run(case: str, streams: int) -> common.Run:
+def run(case: str, streams: int, no_spare: bool) -> common.Run:
     """One case in this process."""
     from faulty_engine import RAISES, write_interpreter
     from frontend_rig import RecordingStats, demo_tokenizer, make_request
@@ -91,6 +94,7 @@ def run(case: str, streams: int) -> common.Run:
             "python_executable": str(write_interpreter(Path(folder))),
             "max_num_seqs": 64,
             "kv_cache_memory": "256MiB",
+            "spare_engine": not no_spare,
         }
         supervisor = Supervisor(EngineConfig.from_dict(options), lambda level, line: print(line, file=sys.stderr))
         before = time.monotonic()
@@ -149,14 +153,14 @@ def kill_engine(supervisor: Any) -> None:
         os.kill(supervisor._engine_process.pid, signal.SIGKILL)
 
 
-def in_backend(backend: str, case: str, streams: int) -> common.Run:
+def in_backend(backend: str, case: str, **arguments: Any) -> common.Run:
     """One case in a fresh process that imports `inflight` from a folder."""
     import json
 
     paths = [backend, str(common.HERE), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, __file__, "--side", case],
-        input=json.dumps({"streams": streams}),
+        input=json.dumps(arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -175,11 +179,14 @@ def main() -> None:
         rounds=8,
         backends=[str(common.ROOT / "backend")],
         cases=common.choice(CASES),
+        no_spare=False,
     )
     runs = common.alternate(
         [f"{case} {backend}" for case in args.cases for backend in args.backends],
         args.rounds,
-        lambda side, _: in_backend(side.split(" ", 1)[1], side.split(" ", 1)[0], args.streams),
+        lambda side, _: in_backend(
+            side.split(" ", 1)[1], side.split(" ", 1)[0], streams=args.streams, no_spare=args.no_spare
+        ),
         lambda one: (
             f"next token after {one['wait_median']:5.2f} s (median stream), {one['wait_worst']:5.2f} s (worst); "
             f"{one['cpu_seconds']:.1f} CPU s, load {one['load_seconds']:.1f} s, machine {one['machine_busy']:.0%} busy"
@@ -190,7 +197,8 @@ def main() -> None:
     for side, figures in found.items():
         print(
             f"  {side:<40} median stream {figures['wait_median']:.2f} s, worst {figures['wait_worst']:.2f} s, "
-            f"{figures['deaths']:.0f} deaths, {figures['cpu_seconds']:.1f} CPU s"
+            f"start of an engine {figures['load_seconds']:.2f} s, {figures['deaths']:.0f} deaths, "
+            f"{figures['cpu_seconds']:.1f} CPU s"
         )
     ratios = {}
     for case in args.cases if len(args.backends) == 2 else ():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 import tempfile
 import threading
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+import psutil
 
 if TYPE_CHECKING:
     from inflight_tools.launcher import TritonServer
@@ -67,15 +67,16 @@ def served(options: dict[str, Any], instances: int = 1, step_ms: float = 0.0) ->
 
 def cpu_seconds(pid: int) -> float:
     """CPU time of a process so far."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
 
 
 def kind_of(pid: int) -> str:
     """The role of a process of a server: "server", "stub", "keeper" (of a shared engine), "engine" or "spare"."""
-    if Path(f"/proc/{pid}/comm").read_text().strip() == "inflight-spare":
+    process = psutil.Process(pid)
+    if process.name() == "inflight-spare":
         return "spare"  # a second engine process, which serves nothing yet
-    command = Path(f"/proc/{pid}/cmdline").read_text()
+    command = "\0".join(process.cmdline())
     return next((kind for mark, kind in _MARKS.items() if mark in command), "server")
 
 
@@ -86,7 +87,7 @@ def cpu_by_kind(server: TritonServer) -> dict[str, float]:
     assert server.process is not None
     found: dict[str, float] = {}
     for pid in session_members(server.process.pid):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(psutil.Error):  # it ended meanwhile
             kind = kind_of(pid)
             found[kind] = found.get(kind, 0.0) + cpu_seconds(pid)
     return found

@@ -5,7 +5,7 @@
 
 Starts a server with the demo checkpoint and a KV pool that is deliberately too small, so that the picture
 shows preemptions, sends it 48 requests over gRPC (prompts of 4 to 400 tokens, outputs lognormal(4.0, 0.8)
-in 10..370, arrivals over two seconds) and writes OUTPUT.html and, if Chromium is installed, OUTPUT.png.
+in 10..370, arrivals over half a second) and writes OUTPUT.html and, if Chromium is installed, OUTPUT.png.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from inflight_tools.launcher import TritonServer
 from inflight_tools.repository import write_entry
 from inflight_tools.trace.files import fetch_trace, render
 
-REQUESTS, SECONDS = 48, 2.0
+REQUESTS, SECONDS = 48, 0.5
 OPTIONS = {
     "dtype": "float32",
     "max_model_len": 640,

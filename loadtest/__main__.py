@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import shlex
 import signal
@@ -25,9 +26,10 @@ from loadtest.report import render
 from loadtest.results import build, write
 from loadtest.runner import Plan, Results, run
 from loadtest.server import BASELINE, DEFAULT_CHECKPOINT, INFLIGHT, Endpoints
+from loadtest.targets import Target, find_targets, server_targets
 
 app = typer.Typer(
-    help="Load test of Inflight and of Triton's dynamic batcher, with a report of both.",
+    help="Load test of Inflight and Triton's dynamic batcher, or of any one or two endpoints, with a report.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -40,6 +42,16 @@ _SWEEP = "0.4,0.7,1.0,1.5"
 _Protocol = Annotated[
     str | None, typer.Option(help="grpc or http (/generate_stream).", show_default="what --url speaks, else grpc")
 ]
+_EACH = "; once for each --url"
+_Urls = Annotated[
+    list[str] | None,
+    typer.Option(help="A running Triton, gateway, vLLM or other server with OpenAI's API; twice: side by side."),
+]
+_Kinds = Annotated[list[str] | None, typer.Option(help=f"grpc, http (Triton's) or openai, if not asked{_EACH}.")]
+_Names = Annotated[list[str] | None, typer.Option(help=f"Name in the report{_EACH}.")]
+_Models = Annotated[list[str] | None, typer.Option(help=f"Its model, by default its only one{_EACH}.")]
+_Keys = Annotated[list[str] | None, typer.Option(help=f"Its API key, by default $OPENAI_API_KEY{_EACH}.")]
+_Metrics = Annotated[list[str] | None, typer.Option(help=f"Its Prometheus metrics, if not where usual{_EACH}.")]
 
 
 @app.command("run")
@@ -48,7 +60,7 @@ def run_(
     trace: Annotated[str, typer.Option(help="Replay this CSV or JSONL file instead.")] = "",
     speed: Annotated[float, typer.Option(help="Replay the trace this many times as fast.")] = 1.0,
     checkpoint: Annotated[str, typer.Option(help="demo, llama-60m-rand or a checkpoint folder.")] = DEFAULT_CHECKPOINT,
-    rounds: Annotated[int, typer.Option(help="Rounds of each model.", min=1)] = 2,
+    rounds: Annotated[int, typer.Option(help="Rounds of each model or endpoint.", min=1)] = 2,
     requests: Annotated[int, typer.Option(help="Requests per round; 0 uses the scenario's number.", min=0)] = 0,
     users: Annotated[int, typer.Option(help="Users of a closed loop; 0 uses the scenario's number.", min=0)] = 0,
     arrivals: Annotated[str, typer.Option(help="closed, poisson, gamma or constant; empty uses the scenario's.")] = "",
@@ -57,23 +69,27 @@ def run_(
     sweep: Annotated[str, typer.Option(help="Offered loads as shares of each model's capacity.")] = _SWEEP,
     sweep_seconds: Annotated[float, typer.Option(help="Seconds of arrivals per step of the sweep.", min=1)] = 12.0,
     context: Annotated[int, typer.Option(help="Scale the scenario to this many tokens.", min=0)] = 0,
-    prompt: Annotated[str, typer.Option(help="ids, or text with exactly as many tokens.")] = "ids",
+    prompt: Annotated[str, typer.Option(help="auto, ids, words, or text of exactly as many tokens.")] = "auto",
     tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --url with --prompt text.")] = "",
     protocol: _Protocol = None,
     seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 1,
     slo_ttft: Annotated[float, typer.Option(help="SLO: seconds to the first text.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(help="SLO: seconds per further token.")] = 0.25,
-    url: Annotated[str, typer.Option(help="gRPC or HTTP address of a running server; by default one is started.")] = "",
-    grpc: Annotated[str, typer.Option(help="Its gRPC address, if not derived from --url.")] = "",
-    http: Annotated[str, typer.Option(help="Its HTTP address, if not derived from --url.")] = "",
-    metrics: Annotated[str, typer.Option(help="Its metrics address, if not derived from --url.")] = "",
-    models: Annotated[str, typer.Option(help="Inflight's model and its baseline.")] = f"{INFLIGHT},{BASELINE}",
+    url: _Urls = None,
+    kind: _Kinds = None,
+    name: _Names = None,
+    model: _Models = None,
+    api_key: _Keys = None,
+    metrics: _Metrics = None,
+    grpc: Annotated[str, typer.Option(help="Triton's gRPC address, if not derived from --url; for --models.")] = "",
+    http: Annotated[str, typer.Option(help="Triton's HTTP address, if not derived from --url; for --models.")] = "",
+    models: Annotated[str, typer.Option(help="Inflight's model and its baseline, on one running Triton.")] = "",
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="A key of model.json.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds for the whole run; what does not fit is left out.")] = 570.0,
     note: Annotated[list[str] | None, typer.Option(help="A sentence for the report; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="Folder; default: loadtest/results/SCENARIO.")] = None,
 ) -> None:
-    """Run a scenario against both models on one server and write report.html and report.json."""
+    """Run a scenario against both models on a new server, or against running endpoints; write report.html and .json."""
     # SIGTERM stops what was started, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with _one_line_errors():
@@ -81,11 +97,16 @@ def run_(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
             cv=cv, context=context, prompt=prompt, tokenizer=tokenizer,
         )  # fmt: skip
-        endpoints, spoken = _endpoints(url, grpc, http, metrics)
+        pair = bool(models or grpc or http)
+        if pair:
+            targets: tuple[Target, ...] = _pair(url or [], metrics or [], grpc, http, models, protocol)
+        else:
+            targets = find_targets(url or [], kind or [], name or [], model or [], api_key or [], metrics or [])
         plan = Plan(
             load=load,
-            models=_two(models),
-            protocol=_one_of("protocol", protocol or spoken, ("grpc", "http")),
+            targets=targets,
+            against_batcher=pair or not targets,
+            protocol=_one_of("protocol", protocol or "grpc", ("grpc", "http")),
             users=users,
             rounds=rounds,
             sweep=_shares(sweep),
@@ -93,7 +114,6 @@ def run_(
             slo=SLO(slo_ttft, slo_tpot),
             checkpoint=checkpoint,
             options=_engine_options(set_ or []),
-            endpoints=endpoints,
             budget=budget,
             output=output or Path("loadtest/results") / (Path(trace).stem if trace else scenario),
         )
@@ -134,7 +154,7 @@ def _one_line_errors() -> Iterator[None]:
 
 def _report(results: Results, notes: list[str]) -> None:
     """Write the report and print its ratios."""
-    data = build(results, shlex.join(["python", "-m", "loadtest", *sys.argv[1:]]), notes)
+    data = build(results, shlex.join(["python", "-m", "loadtest", *_without_keys(sys.argv[1:])]), notes)
     page = write(data, results.plan.output)
     for ratio in data["ratios"]:
         if ratio["ratio"] is not None:
@@ -144,6 +164,15 @@ def _report(results: Results, notes: list[str]) -> None:
 
 def _open(scenario: Scenario) -> str:
     return "" if scenario.arrivals == "closed" else f", {scenario.arrivals} arrivals"
+
+
+def _without_keys(arguments: list[str]) -> list[str]:
+    """The arguments with `...` for each API key."""
+    hidden = [
+        "..." if before == "--api-key" else "--api-key=..." if argument.startswith("--api-key=") else argument
+        for before, argument in itertools.pairwise(arguments)
+    ]
+    return [*arguments[:1], *hidden]
 
 
 def _two(text: str) -> tuple[str, str]:
@@ -176,16 +205,23 @@ def _engine_options(settings: list[str]) -> dict[str, Any]:
         raise LoadTestError(str(error)) from None
 
 
-def _endpoints(url: str, grpc: str, http: str, metrics: str) -> tuple[Endpoints | None, str]:
-    """Addresses of a running server (None: start one), and the protocol to load it with by default."""
-    if url:
-        endpoints, protocol = Endpoints.at(url)
-    elif given := grpc or http or metrics:
-        host = given.rsplit(":", 1)[0]
-        endpoints, protocol = Endpoints(f"{host}:8001", f"{host}:8000", f"{host}:8002"), "grpc"
+def _pair(
+    urls: list[str], metrics: list[str], grpc: str, http: str, models: str, protocol: str | None
+) -> tuple[Target, Target]:
+    """Inflight's model and its baseline on one running Triton."""
+    if len(urls) > 1 or len(metrics) > 1:
+        raise LoadTestError("--models compares two models on one Triton: give one --url, or --url twice with --model")
+    spoken = "grpc"
+    if urls:
+        endpoints, spoken = Endpoints.at(urls[0])
     else:
-        return None, "grpc"
-    return Endpoints(grpc or endpoints.grpc, http or endpoints.http, metrics or endpoints.metrics), protocol
+        if not (given := grpc or http):
+            raise LoadTestError(f"--models {models!r}: give the address of their Triton with --url")
+        host = given.rpartition(":")[0]
+        endpoints = Endpoints(f"{host}:8001", f"{host}:8000", f"{host}:8002")
+    found = Endpoints(grpc or endpoints.grpc, http or endpoints.http, [*metrics, endpoints.metrics][0])
+    spoken = _one_of("protocol", protocol or spoken, ("grpc", "http"))
+    return server_targets(found, spoken, _two(models or f"{INFLIGHT},{BASELINE}"))
 
 
 def _fail(message: str, status: int) -> NoReturn:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,10 @@ _CDF_POINTS = 120
 
 @dataclass
 class Phase:
-    """One load on one model.
+    """One load on one target.
 
     Attributes:
-        model: its name.
+        model: the target's key.
         rows: one object per request that ended, as `users.RequestFeed` writes them.
         expected: number of requests that were sent or should have been; None if unknown.
         begun: `time.time()` at the start, the origin of the rows' times.
@@ -44,7 +45,7 @@ class Phase:
 
     @property
     def tokens(self) -> int:
-        return sum(count for row in self.rows for _, count in row["arrivals"])
+        return sum(map(_count, self.rows))
 
     @property
     def seconds(self) -> float:
@@ -69,7 +70,9 @@ class Phase:
         if len(dues) < 2 or dues[-1] == dues[0]:
             return 0.0
         # n arrivals have n - 1 gaps between them.
-        return sum(row["output_tokens"] for row in self.rows) * (1 - 1 / len(dues)) / (dues[-1] - dues[0])
+        # An answer that the model ended itself could not have been longer.
+        tokens = [_count(row) if row["error"] is None else row["output_tokens"] for row in self.rows]
+        return sum(tokens) * (1 - 1 / len(dues)) / (dues[-1] - dues[0])
 
     @property
     def saturated_tokens_per_second(self) -> float:
@@ -97,6 +100,11 @@ class Phase:
             sample[key] for sample in self.samples if key in sample and 0 <= sample["time"] - self.begun <= self.seconds
         ]
         return statistics.fmean(values) if values else None
+
+
+def _count(row: dict[str, Any]) -> int:
+    """The output tokens that arrived."""
+    return sum(count for _, count in row["arrivals"])
 
 
 def read_phase(path: Path, model: str, expected: int | None = None, **fields: Any) -> Phase:
@@ -187,7 +195,9 @@ def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
     return {
         "requests": sum(len(phase.rows) for phase in phases),
         "lost": sum(phase.lost for phase in phases),
-        "errors": sorted({row["error"] for phase in phases for row in phase.rows if row["error"]})[:5],
+        "errors": _errors(phases),
+        "counted": sorted({row["counted"] for row in rows}),
+        "ended_early": sum(row["ended_early"] for row in rows),
         "tokens_per_second": statistics.median(rates),
         "tokens_per_second_rounds": rates,
         "tokens_per_second_whole": statistics.median(phase.tokens_per_second for phase in phases),
@@ -201,6 +211,15 @@ def summary(phases: list[Phase], slo: SLO, saturated: bool) -> dict[str, Any]:
         "classes": {kind: table([row for row in rows if row["kind"] == kind]) for kind in kinds},
         "cdf": {metric: cdf(values_of(rows, metric)) for metric in ("ttft", "itl", "latency")},
     }
+
+
+def _errors(phases: list[Phase]) -> list[str]:
+    """The failures, the most frequent first: how many there were of each name, and what one of them said."""
+    failed = [row for phase in phases for row in phase.rows if row["error"]]
+    named = {row["failure"]: row["error"] for row in failed}
+    errors = [f"{count} × {named[name]}" for name, count in Counter(row["failure"] for row in failed).most_common()]
+    never = sum(phase.lost for phase in phases) - len(failed)
+    return [*errors, *([f"{never} × never ended"] if never else [])]
 
 
 def knee(points: list[dict[str, float]]) -> float | None:

@@ -18,7 +18,7 @@ figcaption { font-weight: 600; margin-bottom: 2px; }
 svg { width: 100%; height: auto; display: block; }
 """
 # By CSS variable, the colour that matplotlib is told and that becomes `var(--NAME)` in its output.
-_COLOURS = {"inflight": "#010101", "baseline": "#020202", "soft": "#030303", "line": "#040404"}
+_COLOURS = {"first": "#010101", "second": "#020202", "soft": "#030303", "line": "#040404"}
 _STYLES = {"line": "-", "dots": "o", "both": "o-"}
 _STYLE: Any = {
     "svg.fonttype": "none",

@@ -14,7 +14,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from inflight_tools.processes import session_members
-from loadtest.server import Endpoints
+from loadtest.targets import Target
 
 __all__ = ["Monitor", "gauges"]
 
@@ -27,6 +27,9 @@ _KEYS = {
     "inflight_kv_blocks_free": "kv_free",
     "nv_inference_pending_request_count": "pending",
     _GPU: "gpu",
+    "vllm:num_requests_running": "running",
+    "vllm:num_requests_waiting": "waiting",
+    "vllm:kv_cache_usage_perc": "kv_share",
 }
 
 
@@ -41,7 +44,10 @@ def gauges(text: str, model: str) -> dict[str, float]:
     found: dict[str, list[float]] = defaultdict(list)
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
-            if sample.name in _KEYS and (sample.name == _GPU or sample.labels.get("model") == model):
+            labels = sample.labels
+            if sample.name in _KEYS and (
+                sample.name == _GPU or model in (labels.get("model"), labels.get("model_name"))
+            ):
                 found[_KEYS[sample.name]].append(sample.value)
     return {key: sum(values) / len(values) for key, values in found.items()}
 
@@ -55,9 +61,9 @@ class Monitor:
             and `cores` (the whole machine).
     """
 
-    def __init__(self, endpoints: Endpoints, model: str, client_pid: int) -> None:
+    def __init__(self, target: Target, client_pid: int) -> None:
         self.samples: list[dict[str, Any]] = []
-        self._endpoints, self._model, self._client_pid = endpoints, model, client_pid
+        self._target, self._client_pid = target, client_pid
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="monitor", daemon=True)
 
@@ -75,7 +81,7 @@ class Monitor:
         before, then = self._cpu_seconds(), time.time()
         while not self._stop.wait(_PERIOD_SECONDS):
             after, now = self._cpu_seconds(), time.time()
-            sample: dict[str, Any] = {"time": now, **scrape(self._endpoints.metrics, self._model)}
+            sample: dict[str, Any] = {"time": now, **scrape(self._target)}
             for key, seconds in after.items():
                 if key in before and now > then:
                     sample[key] = max(0.0, seconds - before[key]) / (now - then)
@@ -88,8 +94,8 @@ class Monitor:
             "cores": busy.user + busy.system + getattr(busy, "steal", 0.0) + getattr(busy, "softirq", 0.0),
             "client_cores": _of_processes([self._client_pid]),
         }
-        if self._endpoints.pid is not None:
-            found["server_cores"] = _of_processes(session_members(self._endpoints.pid))
+        if self._target.pid is not None:
+            found["server_cores"] = _of_processes(session_members(self._target.pid))
         return found
 
 
@@ -102,11 +108,14 @@ def _of_processes(pids: list[int]) -> float:
     return total
 
 
-def scrape(address: str, model: str) -> dict[str, float]:
+def scrape(target: Target) -> dict[str, float]:
     """The current gauges; empty if the metrics cannot be read."""
+    if not target.metrics:
+        return {}
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
     try:
-        with opener.open(f"http://{address}/metrics", timeout=2.0) as response:
-            return gauges(response.read().decode(), model)
+        with opener.open(urllib.request.Request(target.metrics, headers=headers), timeout=2.0) as response:
+            return gauges(response.read().decode(), target.model)
     except (OSError, ValueError):
         return {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import ArgumentParser
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Any
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import LoadClient
 from loadtest.errors import LoadTestError
-from loadtest.prompts import TextPrompts, load_tokenizer
+from loadtest.exchange import LoadClient
+from loadtest.prompts import TextPrompts, WordPrompts, load_tokenizer
 
 __all__ = ["LoadOptions", "add_arguments"]
 
@@ -24,41 +25,62 @@ class LoadOptions(Load):
     """A load and how its prompts are made.
 
     Attributes:
-        prompt: "ids" or "text".
+        prompt: "ids", "text" of exact lengths, "words", about one token each, or "auto": ids where they can be sent.
         tokenizer: checkpoint folder for "text"; its vocabulary also bounds "ids".
         vocab_size: bound of the random token ids if there is no tokenizer.
     """
 
-    prompt: str = "ids"
+    prompt: str = "auto"
     tokenizer: str = ""
     vocab_size: int = 1000
 
-    def prompts(self, seed_shift: int = 0) -> IdPrompts | TextPrompts:
+    def prompts(self, seed_shift: int = 0) -> IdPrompts | TextPrompts | WordPrompts:
         """The prompt generator of this load."""
+        if self.prompt == "words":
+            return WordPrompts(self.seed + seed_shift)
         tokenizer = load_tokenizer(Path(self.tokenizer)) if self.tokenizer else None
         if self.prompt == "text":
             if tokenizer is None:
                 raise LoadTestError("--prompt text requires --tokenizer, the folder of the served checkpoint")
             return TextPrompts(tokenizer, self.seed + seed_shift)
-        if self.prompt != "ids":
-            raise LoadTestError(f"prompt {self.prompt!r}: must be ids or text")
+        if self.prompt not in ("ids", "auto"):
+            raise LoadTestError(f"prompt {self.prompt!r}: must be auto, ids, text or words")
         return IdPrompts(tokenizer.get_vocab_size() if tokenizer else self.vocab_size, self.seed + seed_shift)
 
-    def check(self, client: LoadClient, model: str) -> None:
+    def for_client(self, client: LoadClient) -> LoadOptions:
+        """The same load with prompts that the server takes.
+
+        Raises:
+            LoadTestError: token ids are wanted, but it takes only text.
+        """
+        if client.takes_ids:
+            return self
+        if self.prompt == "ids":
+            raise LoadTestError(
+                "--prompt ids: the server takes only text; use --prompt words, or text with --tokenizer"
+            )
+        return self if self.prompt == "text" else dataclasses.replace(self, prompt="words")
+
+    def checked(self, client: LoadClient, model: str) -> LoadOptions:
         """Check the server before any load starts; one request warms up the connection.
+
+        Returns:
+            The load with prompts that the server takes.
 
         Raises:
             LoadTestError: no server, no such model, or the model rejects the longest request.
         """
         source = self.load()
         client.check()
+        found = self.for_client(client)
         longest = Job(0, "probe", source.longest - 1, 1)
-        exchange = client.send(self.prompts(_PROBE_SEED_SHIFT).make(longest), 1)
+        exchange = client.send(found.prompts(_PROBE_SEED_SHIFT).make(longest), 1)
         if exchange.error is not None:
             raise LoadTestError(
                 f"{source.name} has requests of {source.longest} tokens, which {model} rejects "
                 f"({exchange.error}); scale it to the model's context with --context N, or choose another scenario"
             )
+        return found
 
     def arguments(self) -> list[str]:
         """The options that differ from their defaults, as command-line arguments."""
@@ -84,7 +106,7 @@ _HELP = {
     "rate": "Requests per second of an open loop; 0 uses the scenario's.",
     "cv": "Coefficient of variation of the gaps of gamma arrivals.",
     "context": "Scale the scenario to a model of this many tokens.",
-    "prompt": "ids sends token ids, text sends text with exactly as many tokens.",
+    "prompt": "ids sends token ids, text exactly as many tokens of text, words about as many; auto: ids if possible.",
     "tokenizer": "Checkpoint folder with the tokenizer.",
     "vocab_size": "Without a tokenizer, random ids lie below this.",
 }

@@ -1,4 +1,4 @@
-"""Text prompts with exact token counts; for token ids see `inflight_tools.workload.prompts`."""
+"""Text prompts with exact or rough token counts; for token ids see `inflight_tools.workload.prompts`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loadtest.errors import LoadTestError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["TextPrompts", "load_tokenizer"]
+__all__ = ["TextPrompts", "WordPrompts", "load_tokenizer"]
 
 _TEXT = (
     "time people way water words number sound place year work part name help line before turn cause same mean "
@@ -78,6 +78,25 @@ class TextPrompts:
             else:
                 high = middle - 1
         return low
+
+
+class WordPrompts:
+    """As many common English words as a request has prompt tokens, for servers with an unknown tokenizer.
+
+    Nearly all tokenizers have a token for each of these words.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+
+    def make(self, job: Job) -> str:
+        """The words; equal hash ids give equal blocks of 512."""
+        words = [word for block in job.hash_ids for word in self._draw([self._seed, block, 5], HASH_BLOCK)]
+        words += self._draw([self._seed, job.index, 4], max(0, job.prompt_tokens - len(words)))
+        return " ".join(words[: job.prompt_tokens])
+
+    def _draw(self, key: list[int], count: int) -> list[str]:
+        return [_WORDS[at] for at in np.random.default_rng(key).integers(0, len(_WORDS), count)]
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -12,9 +13,9 @@ __all__ = ["render"]
 
 _PAGE_CSS = """
 :root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --text: #1b1f24; --soft: #5d6673; --line: #e2e5ea;
-  --inflight: #0a7d5a; --baseline: #c2571a; --good: #0a7d5a; --bad: #b3261e; }
+  --first: #0a7d5a; --second: #c2571a; --good: #0a7d5a; --bad: #b3261e; }
 @media (prefers-color-scheme: dark) { :root { --page: #14171b; --card: #1c2026; --text: #e7eaee; --soft: #9aa4b1;
-  --line: #30363e; --inflight: #3ecf9b; --baseline: #f0904f; --good: #3ecf9b; --bad: #ff8a80; } }
+  --line: #30363e; --first: #3ecf9b; --second: #f0904f; --good: #3ecf9b; --bad: #ff8a80; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 1240px; padding: 32px 24px 56px; background: var(--page); color: var(--text);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
@@ -29,16 +30,30 @@ table { border-collapse: collapse; width: 100%; background: var(--card); border:
 th, td { padding: 7px 12px; text-align: right; border-top: 1px solid var(--line); white-space: nowrap; }
 thead th { border-top: 0; color: var(--soft); font-weight: 600; font-size: 13px; }
 th:first-child, td:first-child { text-align: left; }
-.first td { padding: 10px 12px; } .first .ratio { font-size: 20px; font-weight: 700; }
-.inflight { color: var(--inflight); font-weight: 600; } .baseline { color: var(--baseline); font-weight: 600; }
+.ratios td { padding: 10px 12px; } .ratios .ratio { font-size: 20px; font-weight: 700; }
+.first { color: var(--first); font-weight: 600; } .second { color: var(--second); font-weight: 600; }
 .good { color: var(--good); } .bad { color: var(--bad); }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(480px, 100%), 1fr)); gap: 16px; }
 .three { grid-template-columns: repeat(auto-fit, minmax(min(350px, 100%), 1fr)); }
 """
 _METRICS = (("ttft", "time to first text"), ("itl", "inter-token latency"), ("latency", "latency"))
+_COLOURS = ("first", "second")  # of the sides: CSS variables, and classes
 
 
-_NAMES = {"inflight": "Inflight", "baseline": "Baseline"}
+@dataclass(frozen=True)
+class _Side:
+    """One side of the comparison: its key in the data, its name, where it is, and its colour."""
+
+    key: str
+    name: str
+    about: str
+    colour: str
+
+
+def _sides(data: dict[str, Any]) -> list[_Side]:
+    """Reports from before 2026-11-24 compare Inflight with Triton's batcher, without saying so."""
+    given = data.get("sides") or [{"key": key, "name": key.capitalize(), "about": ""} for key in data["models"]]
+    return [_Side(side["key"], side["name"], side["about"], colour) for side, colour in zip(given, _COLOURS)]
 
 
 def render(data: dict[str, Any]) -> str:
@@ -49,9 +64,7 @@ def render(data: dict[str, Any]) -> str:
         "<meta name='viewport' content='width=device-width, initial-scale=1'>",
         f"<title>Inflight load test: {escape(scenario['name'])}</title><style>{_PAGE_CSS}{CSS}</style></head><body>",
         f"<h1>Load test: {escape(scenario['name'])}</h1>",
-        f"<p>{escape(scenario['about'])}. One server, one checkpoint ({escape(data['checkpoint'])}), the same requests "
-        "to <span class='inflight'>Inflight</span> and the <span class='baseline'>baseline</span>: Triton's dynamic "
-        "batcher (preferred batch size 8, 100&nbsp;ms queue delay) in front of a padded <code>generate()</code>.</p>",
+        f"<p>{escape(scenario['about'])}. {_subject(data)}</p>",
         f"<p class='soft'>{escape(data['machine'])} · {escape(data['date'])} · {escape(data['load'])} · "
         f"{data['rounds']} alternating rounds</p>",
         _ratios(data),
@@ -72,25 +85,44 @@ def render(data: dict[str, Any]) -> str:
     return "".join(parts)
 
 
+def _subject(data: dict[str, Any]) -> str:
+    """The sentence that names the sides."""
+    if data.get("against_batcher", True):
+        return (
+            f"One server, one checkpoint ({escape(data['checkpoint'])}), the same requests to <span class='first'>"
+            "Inflight</span> and the <span class='second'>baseline</span>: Triton's dynamic batcher (preferred batch "
+            "size 8, 100&nbsp;ms queue delay) in front of a padded <code>generate()</code>."
+        )
+    sides = _sides(data)
+    named = [f"<span class='{side.colour}'>{escape(side.name)}</span>, {escape(side.about)}" for side in sides]
+    return f"{'The same requests to' if len(sides) > 1 else 'Requests to'} {'; and to '.join(named)}."
+
+
 def _ratios(data: dict[str, Any]) -> str:
+    sides = _sides(data)
     rows = []
     for ratio in data["ratios"]:
-        claim = ""
-        if ratio.get("target"):
-            held = ratio["ratio"] is not None and ratio["ratio"] >= ratio["target"]
-            claim = (
-                f"<span class='{'good' if held else 'bad'}'>{'✓' if held else '✗'} at least {ratio['target']:g}×</span>"
-            )
-        text = "" if ratio["ratio"] is None else f"{ratio['ratio']:.2f}×"
-        rows.append(
-            f"<tr><td>{escape(ratio['what'])}</td><td class='inflight'>{_value(ratio['inflight'], ratio['unit'])}</td>"
-            f"<td class='baseline'>{_value(ratio['baseline'], ratio['unit'])}</td><td class='ratio'>{text}</td>"
-            f"<td>{claim}</td></tr>"
-        )
+        values = ratio.get("values", ratio)  # in reports from before 2026-11-24, beside the other keys
+        cells = [f"<td class='{side.colour}'>{_value(values[side.key], ratio['unit'])}</td>" for side in sides]
+        if len(sides) > 1:
+            text = "" if ratio["ratio"] is None else f"{ratio['ratio']:.2f}×"
+            cells.append(f"<td class='ratio'>{text}</td><td>{_claim(ratio)}</td>")
+        rows.append(f"<tr><td>{escape(ratio['what'])}</td>{''.join(cells)}</tr>")
+    top = [f"<th>{escape(side.name)}</th>" for side in sides]
+    if len(sides) > 1:
+        has_claims = any(ratio.get("target") for ratio in data["ratios"])
+        top.append(f"<th>{escape(sides[0].name)} is better by</th><th>{'claim' if has_claims else ''}</th>")
     return (
-        "<div class='scroll'><table class='first'><thead><tr><th></th><th>Inflight</th><th>baseline</th>"
-        f"<th>Inflight is better by</th><th>claim</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+        f"<div class='scroll'><table class='ratios'><thead><tr><th></th>{''.join(top)}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table></div>"
     )
+
+
+def _claim(ratio: dict[str, Any]) -> str:
+    if not ratio.get("target"):
+        return ""
+    held = ratio["ratio"] is not None and ratio["ratio"] >= ratio["target"]
+    return f"<span class='{'good' if held else 'bad'}'>{'✓' if held else '✗'} at least {ratio['target']:g}×</span>"
 
 
 def _value(value: float | None, unit: str) -> str:
@@ -108,19 +140,22 @@ def _seconds(value: float) -> str:
 
 
 def _classes(data: dict[str, Any]) -> str:
-    kinds = list(data["models"]["inflight"]["classes"])
+    sides = _sides(data)
+    kinds = list(dict.fromkeys(kind for side in sides for kind in data["models"][side.key]["classes"]))
     wanted = ["all", *kinds] if len(kinds) > 1 else ["all"]
     rows = []
     for kind in wanted:
-        for model in ("inflight", "baseline"):
-            summary = data["models"][model]
+        for side in sides:
+            summary = data["models"][side.key]
             table = summary["all"] if kind == "all" else summary["classes"].get(kind)
             if not table:
                 continue
             cells = "".join(f"<td>{cell}</td>" for metric, _ in _METRICS for cell in _percentile_cells(table[metric]))
             count = table["latency"]["count"] if table["latency"] else 0
-            name = escape(kind) if model == "inflight" else ""
-            rows.append(f"<tr><td>{name}</td><td class='{model}'>{model}</td><td>{count}</td>{cells}</tr>")
+            name = escape(kind) if side is sides[0] else ""
+            rows.append(
+                f"<tr><td>{name}</td><td class='{side.colour}'>{escape(side.name)}</td><td>{count}</td>{cells}</tr>"
+            )
     top = "".join(f"<th colspan='3' style='text-align:center'>{name}</th>" for _, name in _METRICS)
     return (
         f"<div class='scroll'><table><thead><tr><th></th><th></th><th></th>{top}</tr><tr><th>prompts</th><th></th>"
@@ -135,16 +170,20 @@ def _percentile_cells(values: dict[str, float] | None) -> list[str]:
 
 def _notes_on_latency(data: dict[str, Any]) -> str:
     slo = data["slo"]
+    locked = (
+        "A locked batch cannot stream: the baseline's first text is its complete answer, so it has no inter-token "
+        "latency. "
+    )
     return (
-        "<p class='soft'>A locked batch cannot stream: the baseline's first text is its complete answer, so it has no "
-        "inter-token latency. Inter-token latency is the gap between two responses with text, as seen by the client. "
+        f"<p class='soft'>{locked if data.get('against_batcher', True) else ''}"
+        "Inter-token latency is the gap between two responses with text, as seen by the client. "
         f"Goodput counts requests with the first text within {slo['ttft']:g} s and at most "
         f"{slo['tpot'] * 1e3:g} ms per further token on average.</p>"
     )
 
 
 def _pair(data: dict[str, Any], pick: Any, style: str = "line") -> list[Series]:
-    return [Series(name, pick(data, model), model, style) for model, name in _NAMES.items()]
+    return [Series(side.name, pick(data, side.key), side.colour, style) for side in _sides(data)]
 
 
 def _distributions(data: dict[str, Any]) -> Iterable[str]:
@@ -168,8 +207,7 @@ def _timelines(data: dict[str, Any]) -> Iterable[str]:
     yield chart(
         "CPU cores busy in the server", _pair(data, of("server_cores")), "seconds", "share", y_max=1.0, percent=True
     )
-    kv = [Series("Inflight", data["timeline"]["inflight"]["kv"], "inflight")]
-    yield chart("KV blocks in use", kv, "seconds", "share of the pool", percent=True)
+    yield chart("KV blocks in use", _pair(data, of("kv")), "seconds", "share of the pool", percent=True)
     yield chart("GPU busy", _pair(data, of("gpu")), "seconds", "share", y_max=1.0, percent=True)
 
 
@@ -181,11 +219,12 @@ def _sweep(data: dict[str, Any]) -> str:
     def of(key: str) -> Any:
         return lambda d, model: [(point["offered"], point[key]) for point in d["sweep"][model]]
 
-    knees = [(at, f"knee {at:.0f}", model) for model, at in data["knee"].items() if at is not None]
+    found = [(side, data["knee"][side.key]) for side in _sides(data)]
+    knees = [(at, f"knee {at:.0f}", side.colour) for side, at in found if at is not None]
     text = "; ".join(
-        f"{_NAMES[model]} kept up with the offered load "
+        f"{side.name} kept up with the offered load "
         + (f"to about {at:.0f} tokens/s" if at is not None else "throughout the sweep")
-        for model, at in data["knee"].items()
+        for side, at in found
     )
     figures = [
         chart(
@@ -212,16 +251,18 @@ def _charts(figures: Iterable[str], columns: str = "two") -> str:
 
 
 def _how(data: dict[str, Any]) -> str:
+    sides = {side.key: side for side in _sides(data)}
+    options = f"Model options: <code>{escape(data['options'])}</code>. " if data["options"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     rounds = "".join(
-        f"<tr><td>{row['round']}</td><td class='{row['model']}'>{row['model']}</td><td>{row['requests']}</td>"
-        f"<td>{row['lost']}</td><td>{row['tokens']:,}</td><td>{row['seconds']:.1f} s</td>"
+        f"<tr><td>{row['round']}</td><td class='{sides[row['model']].colour}'>{escape(sides[row['model']].name)}</td>"
+        f"<td>{row['requests']}</td><td>{row['lost']}</td><td>{row['tokens']:,}</td><td>{row['seconds']:.1f} s</td>"
         f"<td>{row['tokens_per_second']:.0f}</td><td>{_value(row['client_cores'], '')}</td></tr>"
         for row in data["runs"]
     )
     return (
-        f"<pre>{escape(data['command'])}</pre><p class='soft'>{escape(versions)}. Model options: "
-        f"<code>{escape(data['options'])}</code>. {escape(data['threads'])}</p>"
+        f"<pre>{escape(data['command'])}</pre><p class='soft'>{escape(versions)}. {options}"
+        f"{escape(data['threads'])}</p>"
         f"<p class='soft'>{escape(data['throughput_means'])}</p>"
         "<div class='scroll'><table><thead><tr><th>round</th><th></th><th>requests</th><th>lost</th><th>tokens</th>"
         "<th>time to last token</th><th>tokens/s</th><th>cores used by the load generator</th></tr></thead>"

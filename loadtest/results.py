@@ -16,9 +16,10 @@ import numpy as np
 from inflight_tools.workload.scenarios import Scenario
 from inflight_tools.workload.slo import SLO
 from loadtest.analysis import Phase, knee, summary, values_of
+from loadtest.remarks import remarks
 from loadtest.runner import Results, sweep_process
 
-__all__ = ["build", "write"]
+__all__ = ["build", "machine", "versions", "write"]
 
 _MAX_POINTS = 600  # of a scatter plot
 _BINS = 40  # of tokens over time
@@ -34,17 +35,16 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
         command: repeats the run.
         notes: sentences below the ratio table.
     """
-    plan, source = results.plan, results.source
-    ours, theirs = plan.models
+    plan, source, targets = results.plan, results.source, results.targets
     constant = plan.load.process() == "closed" and not (isinstance(source, Scenario) and source.ramp)
-    names = {"inflight": ours, "baseline": theirs}
-    models = {name: summary(results.rounds[model], plan.slo, constant) for name, model in names.items()}
+    keys = [target.key for target in targets]
+    models = {key: summary(results.rounds[key], plan.slo, constant) for key in keys}
     cores = len(os.sched_getaffinity(0))
-    last = {name: results.rounds[model][-1] for name, model in names.items()}
+    rounds = len(results.rounds[keys[0]])
     # The offered load of a step depends on its few requests, so steps can change places.
     sweep = {
-        name: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[model]), key=lambda p: p["offered"])
-        for name, model in names.items()
+        key: sorted((_sweep_point(phase, plan.slo) for phase in results.sweep[key]), key=lambda p: p["offered"])
+        for key in keys
     }
     return {
         "scenario": {
@@ -52,30 +52,30 @@ def build(results: Results, command: str, notes: list[str]) -> dict[str, Any]:
             "about": getattr(source, "about", "a replayed trace"),
             "longest": source.longest,
         },
+        "sides": [{"key": target.key, "name": target.name, "about": target.about} for target in targets],
+        "against_batcher": plan.against_batcher,
         "checkpoint": plan.checkpoint,
         "command": command,
         "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime()) + " UTC",
-        "machine": _machine(),
-        "versions": {"python": platform.python_version(), **_versions()},
-        "options": json.dumps(plan.options),
-        "threads": "" if plan.endpoints else _THREADS,
-        "rounds": len(results.rounds[ours]),
+        "machine": machine() if not plan.targets else f"load from {machine()}",
+        "versions": {"python": platform.python_version(), **versions()},
+        "options": "" if plan.targets else json.dumps(plan.options),
+        "threads": "" if plan.targets else _THREADS,
+        "rounds": rounds,
         "load": _load_text(results),
-        "slo": {"ttft": plan.slo.ttft, "tpot": plan.slo.tpot},
-        "ratios": _ratios(models, _TARGETS.get(source.name, {})),
-        "notes": [*_remarks(models, cores), *notes],
+        "slo": {"ttft": plan.slo.ttft, "tpot": plan.slo.tpot, "attainment": plan.slo.attainment},
+        "ratios": _ratios(models, _TARGETS.get(source.name, {}) if plan.against_batcher else {}),
+        "notes": [*remarks(results, models, cores), *notes],
         "throughput_means": _THROUGHPUT[constant],
         "models": models,
         "runs": [
-            _run_row(number + 1, name, results.rounds[model][number], constant)
-            for number in range(len(results.rounds[ours]))
-            for name, model in names.items()
+            _run_row(number + 1, key, results.rounds[key][number], constant) for number in range(rounds) for key in keys
         ],
-        "timeline": {name: _timeline(phase, cores) for name, phase in last.items()},
-        "timeline_of": f"Round {len(results.rounds[ours])}, each model from the start of its load.",
-        "sweep": sweep if sweep["inflight"] else None,
+        "timeline": {key: _timeline(results.rounds[key][-1], cores) for key in keys},
+        "timeline_of": f"Round {rounds}, each side from the start of its load.",
+        "sweep": sweep if any(sweep.values()) else None,
         "sweep_process": sweep_process(plan.load),
-        "knee": {name: knee(points) for name, points in sweep.items()},
+        "knee": {key: knee(points) for key, points in sweep.items()},
     }
 
 
@@ -92,7 +92,7 @@ _THROUGHPUT = {
 
 def _load_text(results: Results) -> str:
     plan, source, process = results.plan, results.source, results.plan.load.process()
-    count = f"{len(results.rounds[plan.models[0]][0].rows)} requests per round"
+    count = f"{len(results.rounds[results.targets[0].key][0].rows)} requests per round"
     if process == "closed":
         users = plan.users or getattr(source, "users", 40)
         ramp = getattr(source, "ramp", ())
@@ -110,50 +110,34 @@ def write(data: dict[str, Any], folder: Path) -> Path:
     return page
 
 
-def _ratios(models: dict[str, Any], targets: dict[str, float]) -> list[dict[str, Any]]:
-    ours, theirs = models["inflight"], models["baseline"]
+def _ratios(models: dict[str, Any], claims: dict[str, float]) -> list[dict[str, Any]]:
+    """The rows of the first table; with two sides, the ratio says how much better the first one is."""
     found = []
 
-    def add(key: str, what: str, a: float | None, b: float | None, unit: str, lower: bool) -> None:
+    def add(key: str, what: str, values: list[float | None], unit: str, lower: bool) -> None:
         ratio = None
-        if a and b:
-            ratio = b / a if lower else a / b
-        found.append({"key": key, "what": what, "inflight": a, "baseline": b, "unit": unit, "ratio": ratio,
-                      "target": targets.get(key)})  # fmt: skip
+        if len(values) == 2 and values[0] and values[1]:
+            ratio = values[1] / values[0] if lower else values[0] / values[1]
+        row = {"key": key, "what": what, "values": dict(zip(models, values)), "unit": unit, "ratio": ratio}
+        found.append({**row, "target": claims.get(key)})
 
-    def percentile(model: dict[str, Any], metric: str, which: str) -> float | None:
-        values = model["all"][metric]
-        return values[which] if values else None
+    def of(key: str) -> list[float | None]:
+        return [model[key] for model in models.values()]
 
-    add("tokens_per_second", "output tokens/s", ours["tokens_per_second"], theirs["tokens_per_second"], "", False)
-    add("goodput", "goodput: requests/s within the SLO", ours["goodput"], theirs["goodput"], "", False)
-    add("attainment", "requests within the SLO", ours["attainment"], theirs["attainment"], "share", False)
+    def percentile(metric: str, which: str) -> list[float | None]:
+        tables = [model["all"][metric] for model in models.values()]
+        return [values[which] if values else None for values in tables]
+
+    add("tokens_per_second", "output tokens/s", of("tokens_per_second"), "", False)
+    add("goodput", "goodput: requests/s within the SLO", of("goodput"), "", False)
+    add("attainment", "requests within the SLO", of("attainment"), "share", False)
     for which in ("p50", "p95"):
-        pair = percentile(ours, "ttft", which), percentile(theirs, "ttft", which)
-        add(f"ttft_{which}", f"time to first text, {which}", *pair, "s", True)
+        add(f"ttft_{which}", f"time to first text, {which}", percentile("ttft", which), "s", True)
     for which in ("p50", "p95"):
-        pair = percentile(ours, "latency", which), percentile(theirs, "latency", which)
-        add(f"latency_{which}", f"latency of the whole answer, {which}", *pair, "s", True)
-    found.append({"key": "lost", "what": "requests lost", "inflight": ours["lost"], "baseline": theirs["lost"],
-                  "unit": "", "ratio": None, "target": None})  # fmt: skip
+        add(f"latency_{which}", f"latency of the whole answer, {which}", percentile("latency", which), "s", True)
+    lost = {key: model["lost"] for key, model in models.items()}
+    found.append({"key": "lost", "what": "requests lost", "values": lost, "unit": "", "ratio": None, "target": None})
     return found
-
-
-def _remarks(models: dict[str, Any], cores: int) -> list[str]:
-    """Notes that a reader needs to judge the table."""
-    remarks = []
-    for name, model in models.items():
-        who = "Inflight" if name == "inflight" else "The baseline"
-        if model["server_cores"] is not None:
-            text = f"{who} kept {model['server_cores'] / cores * 100:.0f}% of the {cores} cores busy"
-            if model["client_cores"] is not None:
-                text += f", the load generator beside it {model['client_cores'] / cores * 100:.0f}%"
-            if model["gpu"] is not None:
-                text += f"; the GPU was busy {model['gpu'] * 100:.0f}% of the time"
-            remarks.append(text + ".")
-        if model["lost"]:
-            remarks.append(f"{who} lost {model['lost']} requests: {'; '.join(model['errors']) or 'they never ended'}.")
-    return remarks
 
 
 def _sweep_point(phase: Phase, slo: SLO) -> dict[str, float]:
@@ -198,7 +182,7 @@ def _timeline(phase: Phase, cores: int) -> dict[str, list[tuple[float, float]]]:
 
     def kv(sample: dict[str, Any]) -> float | None:
         if "kv_used" not in sample:
-            return None
+            return sample.get("kv_share")
         return sample["kv_used"] / max(1.0, sample["kv_used"] + sample.get("kv_free", 0.0))
 
     return {
@@ -221,13 +205,14 @@ def _textless(phase: Phase) -> list[tuple[float, int]]:
     return [(round(float(at), 3), int((sent <= at).sum() - (sent + waits <= at).sum())) for at in times]
 
 
-def _machine() -> str:
+def machine() -> str:
+    """The processor, and the number of cores that this process may use."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
     return f"{model}, {len(os.sched_getaffinity(0))} cores"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     """The versions of the packages that are installed."""
     found = {}
     for name in _PACKAGES:

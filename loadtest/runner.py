@@ -1,9 +1,11 @@
-"""A measured run: both models on one server in alternating rounds, then a sweep of the offered load."""
+"""A measured run: one or two endpoints in alternating rounds, then a sweep of the offered load."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,11 +20,12 @@ from inflight_tools.launcher import TritonServer
 from inflight_tools.workload.scenarios import Scenario
 from inflight_tools.workload.slo import SLO
 from loadtest.analysis import Phase, read_phase
-from loadtest.clients import connect
 from loadtest.errors import LoadTestError
 from loadtest.monitor import Monitor, scrape
+from loadtest.openai_client import KEY_VARIABLE
 from loadtest.options import LoadOptions
 from loadtest.server import BASELINE, INFLIGHT, Endpoints, checkpoint_folder, model_context, write_repository
+from loadtest.targets import Target, server_targets
 
 __all__ = ["Plan", "Results", "run", "sweep_process"]
 
@@ -39,22 +42,23 @@ class Plan:
 
     Attributes:
         load: the requests of a round; each round draws its own from `load.seed`.
-        models: names on the server, Inflight's first.
-        protocol: "grpc" or "http".
+        targets: endpoints that are running already; none: start a server with Inflight's model and its baseline.
+        against_batcher: the targets are Inflight's model and Triton's batcher on one server.
+        protocol: "grpc" or "http", for a server that is started.
         users: of a closed loop; 0 uses the scenario's number.
-        rounds: rounds of each model.
-        sweep: offered loads as shares of each model's measured throughput; empty for no sweep.
+        rounds: rounds of each target.
+        sweep: offered loads as shares of each target's measured throughput; empty for no sweep.
         sweep_seconds: seconds of arrivals per step of the sweep.
         checkpoint: see `server.checkpoint_folder`.
         options: further keys of Inflight's `model.json`.
-        endpoints: a running server; None starts one.
         budget: seconds for the whole run; rounds after the first and steps of the sweep that do not fit
             are left out.
         output: folder of records, logs and report.
     """
 
     load: LoadOptions
-    models: tuple[str, str] = (INFLIGHT, BASELINE)
+    targets: tuple[Target, ...] = ()
+    against_batcher: bool = True
     protocol: str = "grpc"
     users: int = 0
     rounds: int = 2
@@ -63,17 +67,17 @@ class Plan:
     slo: SLO = field(default_factory=SLO)
     checkpoint: str = "llama-60m-rand"
     options: dict[str, Any] = field(default_factory=dict)
-    endpoints: Endpoints | None = None
     budget: float = 570.0
     output: Path = Path("loadtest/results/latest")
 
 
 @dataclass
 class Results:
-    """Phases by model; those of `sweep` in the order in which they ran."""
+    """Phases by the keys of the targets; those of `sweep` in the order in which they ran."""
 
     plan: Plan
     source: Any
+    targets: tuple[Target, ...]
     rounds: dict[str, list[Phase]] = field(default_factory=dict)
     sweep: dict[str, list[Phase]] = field(default_factory=dict)
 
@@ -88,36 +92,44 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
     begun = time.monotonic()
     source = plan.load.load()
     plan.load.process()
-    if plan.endpoints is None and source.longest > (context := _context(plan)):
+    if not plan.targets and source.longest > (context := _context(plan)):
         raise LoadTestError(
             f"{source.name} has requests of {source.longest} tokens, but the model takes {context}; scale it with "
             f"--context {context}, or choose another scenario or checkpoint"
         )
-    with _server(plan, say) as (endpoints, load, server):
-        for model in plan.models:
-            load.check(connect(plan.protocol, _address(plan, endpoints), model), model)
-        bench = _Bench(dataclasses.replace(plan, load=load), endpoints, server, say)
-        results = Results(plan, source, {model: [] for model in plan.models}, {model: [] for model in plan.models})
+    with _server(plan, say) as (found, load, server):
+        targets, load = _checked(found, load)
+        plan = dataclasses.replace(plan, load=load)
+        bench = _Bench(plan, server, say)
+        keys = [target.key for target in targets]
+        results = Results(plan, source, targets, {key: [] for key in keys}, {key: [] for key in keys})
         deadline = begun + plan.budget
         bench.rounds(results, deadline - plan.budget * _SWEEP_SHARE if plan.sweep else deadline)
         bench.sweep(results, deadline)
     return results
 
 
+def _checked(targets: tuple[Target, ...], load: LoadOptions) -> tuple[tuple[Target, ...], LoadOptions]:
+    """The targets with what is known about them after a check, and the load with prompts that all of them take."""
+    clients = [target.client() for target in targets]
+    for target, client in zip(targets, clients):
+        found = load.checked(client, target.model)
+        load = found if found.prompt == "words" else load
+    return tuple(dataclasses.replace(target, traits=client.traits) for target, client in zip(targets, clients)), load
+
+
 def _context(plan: Plan) -> int:
     return model_context(checkpoint_folder(plan.checkpoint), plan.options)
 
 
-def _address(plan: Plan, endpoints: Endpoints) -> str:
-    return endpoints.grpc if plan.protocol == "grpc" else endpoints.http
-
-
 @contextmanager
-def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints, LoadOptions, TritonServer | None]]:
-    """The addresses, the load with the checkpoint's tokenizer, and the server if we started it."""
-    if plan.endpoints is not None:
+def _server(
+    plan: Plan, say: Callable[[str], None]
+) -> Iterator[tuple[tuple[Target, ...], LoadOptions, TritonServer | None]]:
+    """The targets, the load with the checkpoint's tokenizer, and the server if we started it."""
+    if plan.targets:
         plan.output.mkdir(parents=True, exist_ok=True)
-        yield plan.endpoints, plan.load, None
+        yield plan.targets, plan.load, None
         return
     folder = checkpoint_folder(plan.checkpoint)
     plan.output.mkdir(parents=True, exist_ok=True)
@@ -129,49 +141,50 @@ def _server(plan: Plan, say: Callable[[str], None]) -> Iterator[tuple[Endpoints,
         env = {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
         log = plan.output / "server.log"
         with TritonServer(temporary, exit_timeout=5, env=env, log_file=log) as server:
-            yield Endpoints.of(server), load, server
+            yield server_targets(Endpoints.of(server), plan.protocol, (INFLIGHT, BASELINE)), load, server
 
 
 class _Bench:
-    """Loads on one model at a time."""
+    """Loads on one target at a time."""
 
-    def __init__(
-        self, plan: Plan, endpoints: Endpoints, server: TritonServer | None, say: Callable[[str], None]
-    ) -> None:
-        self._plan, self._endpoints, self._server, self._say = plan, endpoints, server, say
+    def __init__(self, plan: Plan, server: TritonServer | None, say: Callable[[str], None]) -> None:
+        self._plan, self._server, self._say = plan, server, say
         self._source = plan.load.load()
         self._ramp = isinstance(self._source, Scenario) and bool(self._source.ramp)
 
     def rounds(self, results: Results, deadline: float) -> None:
-        """Alternate between the models; a round that would end after `deadline` is left out."""
+        """Alternate between the targets; a round that would end after `deadline` is left out."""
         took = 0.0
         for number in range(self._plan.rounds):
             start = time.monotonic()
             if start + took > deadline:
                 self._say(f"budget spent after {number} of {self._plan.rounds} rounds (--budget)")
                 return
-            for model in self._plan.models:
-                results.rounds[model].append(self._round(model, number))
+            for target in results.targets:
+                results.rounds[target.key].append(self._round(target, number))
             took = time.monotonic() - start
 
-    def _round(self, model: str, number: int) -> Phase:
+    def _round(self, target: Target, number: int) -> Phase:
         load = dataclasses.replace(self._plan.load, seed=self._plan.load.seed + _SEED_STEP * number)
         if self._ramp:
             load = dataclasses.replace(load, requests=-1)
-        phase = self._run(model, load, f"round {number + 1}/{self._plan.rounds}", f"{model}-round{number + 1}")
+        phase = self._run(target, load, f"round {number + 1}/{self._plan.rounds}", f"round{number + 1}")
         self._say(f"{_line(phase)}  {phase.saturated_tokens_per_second:7.1f} tokens/s")
         return phase
 
     def sweep(self, results: Results, deadline: float) -> None:
-        """Offer shares of each model's throughput, so that both are measured below and above their knee."""
+        """Offer shares of each target's throughput, so that both are measured below and above their knee."""
         took = 0.0
         for step, share in enumerate(self._plan.sweep):
             start = time.monotonic()
             if start + took > deadline:
                 self._say(f"budget spent after {step} of {len(self._plan.sweep)} steps of the sweep (--budget)")
                 return
-            for model in self._plan.models:
-                rate = share * _requests_per_second(results.rounds[model])
+            for target in results.targets:
+                rate = share * _requests_per_second(results.rounds[target.key])
+                if not rate:
+                    self._say(f"{target.name} answered nothing: no sweep")
+                    continue
                 load = dataclasses.replace(
                     self._plan.load,
                     arrivals=sweep_process(self._plan.load),
@@ -179,21 +192,26 @@ class _Bench:
                     requests=max(_MIN_SWEEP_REQUESTS, round(rate * self._plan.sweep_seconds)),
                     seed=self._plan.load.seed + 500_000 + _SEED_STEP * step,
                 )
-                phase = self._run(model, load, f"sweep {share:4.2f} of capacity", f"{model}-sweep{step + 1}")
+                phase = self._run(target, load, f"sweep {share:4.2f} of capacity", f"sweep{step + 1}")
                 self._say(f"{_line(phase)}  {phase.offered_tokens_per_second:7.1f} tokens/s offered")
-                results.sweep[model].append(phase)
+                results.sweep[target.key].append(phase)
             took = time.monotonic() - start
 
-    def _run(self, model: str, load: LoadOptions, label: str, name: str) -> Phase:
+    def _run(self, target: Target, load: LoadOptions, label: str, step: str) -> Phase:
+        name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', target.key)}-{step}"
         record = self._plan.output / f"{name}.jsonl"
         log = self._plan.output / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                self._command(model, load, record, name), stdout=output, stderr=output, stdin=subprocess.DEVNULL
+                self._command(target, load, record, name),
+                stdout=output,
+                stderr=output,
+                stdin=subprocess.DEVNULL,
+                env=_environment(target),
             )
             try:
-                with Monitor(self._endpoints, model, process.pid) as monitor:
-                    status = self._wait(process, f"{model}, {label}")
+                with Monitor(target, process.pid) as monitor:
+                    status = self._wait(process, f"{target.key}, {label}")
             finally:
                 if process.poll() is None:
                     process.kill()
@@ -202,9 +220,9 @@ class _Bench:
             lines = log.read_text(errors="replace").strip().splitlines() or ["no output"]
             wrong = next((line for line in lines if line.startswith("loadtest: ")), f"{lines[-1]} (see {log})")
             raise LoadTestError(wrong.removeprefix("loadtest: "))
-        self._wait_until_idle(model)
+        _wait_until_idle(target)
         expected = None if load.requests < 0 else sum(1 for _ in load.jobs())
-        return read_phase(record, model, expected=expected, samples=monitor.samples, label=label)
+        return read_phase(record, target.key, expected=expected, samples=monitor.samples, label=label)
 
     def _wait(self, process: subprocess.Popen[bytes], what: str) -> int:
         """Exit status of the load; raises if the server that we started dies under it."""
@@ -215,34 +233,42 @@ class _Bench:
             time.sleep(0.2)
         return process.returncode
 
-    def _command(self, model: str, load: LoadOptions, record: Path, name: str) -> list[str]:
+    def _command(self, target: Target, load: LoadOptions, record: Path, name: str) -> list[str]:
         closed = load.process() == "closed"
         users = (self._plan.users or getattr(self._source, "users", 40)) if closed else 1
-        file = "rampfile.py" if self._ramp and closed else "locustfile.py"
         return [
-            *(sys.executable, "-m", "locust", "-f", str(_HERE / file)),
-            "GrpcUser" if self._plan.protocol == "grpc" else "SseUser",
+            *(sys.executable, "-m", "locust", "-f", str(_HERE / "locustfile.py"), "EndpointUser"),
             *("--headless", "--only-summary", "--loglevel", "WARNING", "--exit-code-on-error", "0"),
-            *("--host", _address(self._plan, self._endpoints), "--model", model),
+            *("--kind", target.kind, "--host", target.address, "--model", target.model),
+            *("--traits", json.dumps(target.traits)),
             *("--users", str(users), "--spawn-rate", str(users), "--stop-timeout", "600"),
             *("--csv", str(self._plan.output / name), "--record", str(record)),
             *load.arguments(),
         ]  # fmt: skip
 
-    def _wait_until_idle(self, model: str) -> None:
-        """Wait until nothing of this load is left for the next one."""
-        deadline = time.monotonic() + _IDLE_SECONDS
-        while time.monotonic() < deadline:
-            now = scrape(self._endpoints.metrics, model)
-            if not any(now.get(key) for key in ("pending", "running", "waiting")):
-                return
-            time.sleep(0.5)
+
+def _environment(target: Target) -> dict[str, str]:
+    """Without Locust's settings of the user, and with the key of no other endpoint."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("LOCUST_")}
+    if target.api_key is not None:
+        environment[KEY_VARIABLE] = target.api_key
+    return environment
+
+
+def _wait_until_idle(target: Target) -> None:
+    """Wait until nothing of this load is left for the next one."""
+    deadline = time.monotonic() + _IDLE_SECONDS
+    while time.monotonic() < deadline:
+        now = scrape(target)
+        if not any(now.get(key) for key in ("pending", "running", "waiting")):
+            return
+        time.sleep(0.5)
 
 
 def _requests_per_second(phases: list[Phase]) -> float:
     """Throughput of the rounds in requests per second."""
     done = [row for phase in phases for row in phase.done]
-    mean_tokens = sum(row["output_tokens"] for row in done) / max(1, len(done))
+    mean_tokens = sum(count for row in done for _, count in row["arrivals"]) / max(1, len(done))
     return sum(phase.saturated_tokens_per_second for phase in phases) / len(phases) / max(1.0, mean_tokens)
 
 

@@ -19,26 +19,27 @@ from locust.env import Environment
 from locust.stats import CSV_STATS_INTERVAL_SEC
 
 from inflight_tools.workload.scenarios import Job
-from loadtest.clients import Exchange, LoadClient
+from loadtest.exchange import Exchange, LoadClient
 from loadtest.options import LoadOptions
 
-__all__ = ["GrpcUser", "OpenAIUser", "RequestFeed", "SseUser", "StreamingUser"]
+__all__ = ["EndpointUser", "GrpcUser", "OpenAIUser", "RequestFeed", "SseUser", "StreamingUser"]
 
 _PREPARED = 512  # prompts generated before the load starts; the rest are generated on demand
 _IDLE_SECONDS = 0.2
+_FAILED_SECONDS = 0.5  # before a user's next request: a server that refuses at once is not asked in a loop
 
 
 class RequestFeed:
     """Hands out the requests of a run one by one and writes its record.
 
     Args:
-        record: JSON lines file with the start of the load and one object per request; None for no record.
+        record: JSON lines file to append to, with the start of the load and one object per request; None for no record.
     """
 
     def __init__(self, options: LoadOptions, environment: Environment, record: Path | None) -> None:
         self.options, self.environment = options, environment
         self._prompts = options.prompts()
-        self._record: TextIO | None = record.open("w", encoding="utf-8", buffering=1) if record else None
+        self._record: TextIO | None = record.open("a", encoding="utf-8", buffering=1) if record else None
         self._jobs = options.jobs()
         self._ready: list[tuple[Job, list[int] | str]] = []
         self._open = self._sent = 0
@@ -65,12 +66,12 @@ class RequestFeed:
         job = next(self._jobs, None)
         return None if job is None else (job, self._prompts.make(job))
 
-    def run(self, user: StreamingUser, job: Job, prompt: list[int] | str) -> None:
-        """Send a request and report its outcome to Locust and to the record."""
+    def run(self, user: StreamingUser, job: Job, prompt: list[int] | str) -> bool:
+        """Send a request and report its outcome to Locust and to the record; returns whether it was answered."""
         self._open += 1
         self._sent += 1
         try:
-            exchange = user.triton.send(prompt, job.output_tokens)
+            exchange = user.endpoint.send(prompt, job.output_tokens)
         finally:
             self._open -= 1
         self._tell_locust(user.request_type, job, exchange)
@@ -85,8 +86,12 @@ class RequestFeed:
                 "latency": round(exchange.latency, 4),
                 "arrivals": [(round(at, 4), count) for at, count in exchange.arrivals],
                 "error": exchange.error,
+                "failure": exchange.failure,
+                "counted": exchange.counted,
+                "ended_early": exchange.ended_early,
             }
         )
+        return exchange.error is None
 
     def wait_for_end(self) -> None:
         """Called when no request is left: ends the test once the last open request has ended."""
@@ -127,15 +132,20 @@ class RequestFeed:
 
 
 class StreamingUser(User):
-    """In a closed loop a user sends a request when its last one has ended; in an open loop, when it is due."""
+    """In a closed loop a user sends a request when its last one has ended; in an open loop, when it is due.
+
+    Attributes:
+        kind: what the users speak; "" if the endpoint decides.
+        request_type: in Locust's statistics.
+        endpoint: shared by all users: a waiting gRPC channel occupies one of gevent's ten native threads, so with a
+            channel per user the eleventh would wait for the others.
+    """
 
     abstract = True
-    protocol: ClassVar[str]
+    kind: ClassVar[str]
     request_type: ClassVar[str]
     feed: ClassVar[RequestFeed]
-    # Shared by all users: a waiting gRPC channel occupies one of gevent's ten native threads, so with a
-    # channel per user the eleventh would wait for the others.
-    triton: ClassVar[LoadClient]
+    endpoint: ClassVar[LoadClient]
 
     @task
     def request(self) -> None:
@@ -144,26 +154,32 @@ class StreamingUser(User):
             self.feed.wait_for_end()
             return
         job, prompt = taken
-        if job.due is None:
-            self.feed.run(self, job, prompt)
-        else:
+        if job.due is not None:
             gevent.sleep(max(0.0, self.feed.begun + job.due - time.time()))
             gevent.spawn(self.feed.run, self, job, prompt)
+        elif not self.feed.run(self, job, prompt):
+            gevent.sleep(_FAILED_SECONDS)
+
+
+class EndpointUser(StreamingUser):
+    """The protocol that the host speaks, or that the option `--kind` names."""
+
+    kind = ""
 
 
 class GrpcUser(StreamingUser):
     """gRPC streaming; `--host HOST:8001`."""
 
-    protocol, request_type = "grpc", "grpc"
+    kind = "grpc"
 
 
 class SseUser(StreamingUser):
     """`/generate_stream`, server-sent events; `--host http://HOST:8000`."""
 
-    protocol, request_type = "http", "sse"
+    kind = "http"
 
 
 class OpenAIUser(StreamingUser):
-    """`/v1/completions` of a gateway, server-sent events; `--host http://HOST:9000`."""
+    """Completions or chats of an API like OpenAI's; `--host http://HOST:9000`."""
 
-    protocol, request_type = "openai", "openai"
+    kind = "openai"

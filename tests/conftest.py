@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ with contextlib.suppress(ImportError):  # the tests of the GPU run without hypot
     settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
     settings.load_profile("quick")
+
+# A job that a shell runs in the background ignores SIGINT, as do the programs that it starts; tests send it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # while modules are imported and tests are collected: the objects that this makes stay
 

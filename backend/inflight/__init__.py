@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from inflight.frontend.request.structured_outputs import grammar
     from inflight.in_process.async_llm import AsyncLLM
     from inflight.in_process.llm import LLM
-    from inflight.in_process.outputs import CompletionOutput, Logprob, RequestOutput
+    from inflight.in_process.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from inflight.in_process.params import SamplingParams
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "CompletionOutput",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "__version__",
     "grammar",
@@ -33,6 +34,7 @@ _MODULES = {
     "LLM": "inflight.in_process.llm",
     "Logprob": "inflight.in_process.outputs",
     "RequestOutput": "inflight.in_process.outputs",
+    "RequestOutputKind": "inflight.in_process.outputs",
     "SamplingParams": "inflight.in_process.params",
     "grammar": "inflight.frontend.request.structured_outputs",
 }

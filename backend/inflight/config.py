@@ -220,6 +220,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         python_executable: interpreter of the engine process; `None` takes the stub's.
         step_trace: record the last steps for `inflight trace`: `true` keeps 4096 steps, a number that many. See
             docs/tracing.md.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP, such as
+            "http://127.0.0.1:4318": each request becomes a span. Takes the extra `otel`. See
+            docs/operations/opentelemetry.md. `None`: no spans.
         check_on_load: compare a small batch with transformers' attention before serving.
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
@@ -310,6 +313,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     disable_log_stats: bool = False
     python_executable: str | None = None
     step_trace: bool | Annotated[int, Meta(ge=1, le=1_000_000)] = False
+    otlp_traces_endpoint: str | None = None
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8", "fp8"] | None = None
@@ -327,6 +331,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: must be more than 0 bytes")
         if self.speculative_config is not None:
             _bytes_of("speculative_config.kv_cache_memory", self.speculative_config.kv_cache_memory)
+        if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]+", self.otlp_traces_endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: give a URL of a collector that takes OTLP over "
+                "HTTP, such as http://127.0.0.1:4318"
+            )
         if not self.swap_bytes and self.preemption_mode == "swap":
             raise ConfigError('preemption_mode="swap" needs host memory for the blocks: set swap_space (4 means 4 GiB)')
         if self.max_cudagraph_capture_size and self.attention_backend == "flash3":

@@ -128,10 +128,11 @@ class TritonPythonModel:
             else NoMetrics()
         )
         counters = Counters(self._metrics)
+        self._spans = bridge.create_spans(config, counters, args["model_name"])
         self._output_processor = OutputProcessor(
             tokenizer,
             self._supervisor,
-            counters,
+            self._spans or counters,
             lambda line: bridge.log("error", line),
             max_sequences=config.max_queue_size and config.max_num_seqs + config.max_queue_size,
             interval=1 if config.stream_interval == "auto" else config.stream_interval,
@@ -178,7 +179,7 @@ class TritonPythonModel:
         for request in requests:
             responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
             with self._tokenize_pool.errors_to(responder):
-                wire = bridge.read_request(request)
+                wire = bridge.read_request(request, self._spans is not None)
                 self._admin.check(wire)
                 answer = self._control.answer(wire)
                 if answer is not None:
@@ -231,6 +232,8 @@ class TritonPythonModel:
         self._registry_entry.close()
         self._output_processor.stop("the model is being unloaded")
         self._metrics.stop()
+        if self._spans is not None:
+            self._spans.stop()
         # Response senders access the stub when they are garbage-collected: that must happen now, not at
         # interpreter exit, when the stub has closed its shared memory.  Metrics are never collected.
         self.__dict__.clear()

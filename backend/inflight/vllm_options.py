@@ -11,7 +11,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["BACKEND", "STREAM_INTERVAL", "option_names", "translated"]
+__all__ = ["BACKEND", "OTHER_NAMES", "SPELLINGS", "STREAM_INTERVAL", "option_names", "translated"]
 
 _log = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ STREAM_INTERVAL = {"stream_interval": 1}
 
 _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 
-_SPELLINGS: dict[str, dict[Any, str]] = {
+# vLLM's values of options that both have, and this engine's.
+SPELLINGS: dict[str, dict[Any, str]] = {
     "async_scheduling": {None: "auto"},  # vLLM's default
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
@@ -77,6 +78,9 @@ _WITHOUT_EFFECT = {
     "use_v2_block_manager",
 }
 
+# All names that this engine takes beside its own.
+OTHER_NAMES = frozenset({*_RENAMED, *_FIXED, *_WITHOUT_EFFECT})
+
 
 def option_names() -> dict[str, bool]:
     """vLLM's options that are not this engine's; True: a switch."""
@@ -93,7 +97,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option asks for something that the engine does not do, or is given under two names.
     """
-    is_vllms = any(key in _RENAMED or key in _FIXED or key in _WITHOUT_EFFECT for key in values)
+    is_vllms = any(key in OTHER_NAMES for key in values)
     found: dict[str, Any] = dict(STREAM_INTERVAL) if is_vllms else {}
     ignored = sorted(_WITHOUT_EFFECT.intersection(values))
     if ignored:
@@ -105,7 +109,7 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         if key in _FIXED:
             _check_fixed(key, value)
         elif key not in _WITHOUT_EFFECT:
-            spellings = _SPELLINGS.get(name, {})
+            spellings = SPELLINGS.get(name, {})
             found[name] = spellings.get(value, value) if value is None or isinstance(value, str) else value
     return found
 

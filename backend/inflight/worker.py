@@ -48,6 +48,7 @@ from inflight.engine.messages import (
     RequestFailed,
 )
 from inflight.engine.operator_stats import engine_stats
+from inflight.engine.request_times import make_request_times
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.load_phases import enter_phase, print_phases
@@ -112,7 +113,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
         load_seconds=info.load_seconds,
     )
     trace = make_trace(config, info.num_blocks)
-    listeners = [HeartbeatListener(heartbeat), *([] if trace is None else [trace])]
+    listeners = [HeartbeatListener(heartbeat), *([] if trace is None else [trace]), *make_request_times(config)]
     return Engine(make_core(config, runner, listeners=listeners), trace), ready
 
 

@@ -76,18 +76,28 @@ def _seconds(function: Callable[[], None]) -> float:
 
 def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, float]:
     """Seconds of the steps by kind of work; `work` runs them once and returns the seconds of their phases
-    (schedule, forward, sample, update)."""
+    (schedule, forward, sample, update).
+
+    Raises:
+        RuntimeError: the steps did not call the decoder.
+    """
+    runner = getattr(runner, "runner", runner)  # within a runner with a thread of its own
     if not hasattr(runner.model, "tables"):
         return work()
     timed = runner.forward._model = TimedDecoder(runner.model)
-    parts = work()
-    seconds = timed.seconds
-    timed.reset()
-    timed.takes_apart = True
-    work()
+    try:
+        parts = work()
+        seconds = timed.seconds
+        timed.reset()
+        timed.takes_apart = True
+        work()
+    finally:
+        runner.forward._model = runner.model
+    if not timed.seconds or not seconds:
+        raise RuntimeError(f"the steps of {type(runner).__name__} do not call its decoder where it was replaced")
     shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}
     scale = 1.0 / max(1.0, sum(shares.values()))  # separately they may take longer than together
     kinds = {name: share * scale * seconds for name, share in shares.items()}
-    kinds["norm, rotary, residual, barriers"] = seconds - sum(kinds.values())
+    kinds["norm, rotary, residual, barriers"] = max(0.0, seconds - sum(kinds.values()))
     kinds["Python around the forward pass"] = max(0.0, parts.pop("forward") - seconds)
     return {**kinds, **parts}

@@ -34,6 +34,8 @@ class ConnectionOptions(TypedDict, total=False):
     For gRPC only:
         creds: `grpc.ChannelCredentials` instead of the three files.
         keepalive_options: `tritonclient.grpc.KeepAliveOptions`.
+        round_robin: if the server's name has several addresses, send requests to them in turn; otherwise the first that
+            accepts a connection gets all.
         channel_args: all channel arguments; this client then sets none of its own.
     For HTTP only:
         ssl_context: `ssl.SSLContext` instead of the three files.
@@ -47,6 +49,7 @@ class ConnectionOptions(TypedDict, total=False):
     connect_timeout: float
     creds: Any
     keepalive_options: Any
+    round_robin: bool
     channel_args: Sequence[tuple[str, Any]]
     ssl_context: ssl_module.SSLContext
 
@@ -80,6 +83,7 @@ class Connection:
     connect_timeout: float = 10.0
     creds: Any = None
     keepalive_options: Any = None
+    round_robin: bool = False
     channel_args: Sequence[tuple[str, Any]] | None = None
     ssl_context: ssl_module.SSLContext | None = None
 
@@ -94,8 +98,10 @@ class Connection:
         """
         if protocol not in _DEFAULT_URLS:
             raise ValueError(f'protocol={protocol!r}: must be "grpc" or "http"')
-        for name in ("creds", "keepalive_options", "channel_args") if protocol == "http" else ("ssl_context",):
-            if options.get(name) is not None:
+        for name in (
+            ("creds", "keepalive_options", "round_robin", "channel_args") if protocol == "http" else ("ssl_context",)
+        ):
+            if options.get(name) not in (None, False):
                 raise ValueError(f'{name} is not an option of protocol="{protocol}"')
         scheme, found, address = (url or _DEFAULT_URLS[protocol]).partition("://")
         if not found:
@@ -139,18 +145,22 @@ class Connection:
         }
 
     def _channel_args(self) -> list[tuple[str, Any]]:
-        """tritonclient's arguments, and three more: by default, gRPC waits up to two minutes between connection
-        attempts, far longer than a server needs to restart, and all clients of a process share one TCP connection.
+        """tritonclient's arguments, and four more: by default, gRPC waits up to two minutes between connection
+        attempts, far longer than a server needs to restart, and half a minute until it looks up a name again, although
+        other servers can have taken its place; and all clients of a process share one TCP connection.
         """
         args: list[tuple[str, Any]] = [
             ("grpc.max_send_message_length", _INT32_MAX),
             ("grpc.max_receive_message_length", _INT32_MAX),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.max_reconnect_backoff_ms", 1000),
+            ("grpc.dns_min_time_between_resolutions_ms", 1000),
             ("grpc.use_local_subchannel_pool", 1),
         ]
         if self.is_loopback:
             args.append(("grpc.enable_http_proxy", 0))
+        if self.round_robin:
+            args.append(("grpc.lb_policy_name", "round_robin"))
         if self.keepalive_options is not None:
             alive = self.keepalive_options
             args += [

@@ -109,6 +109,8 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
         resume_token_ids: output of an earlier request with the same options and seed: the answer continues it.  For
             n > 1 one list per sequence, None for a sequence that has ended.
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
+        trace_headers: the span that the request belongs to, as `traceparent` and `tracestate` of W3C Trace Context:
+            what `opentelemetry.propagate.inject` puts into a dict.
     """
 
     json_schema: Any
@@ -127,6 +129,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
     return_stop_reason: bool
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
+    trace_headers: Mapping[str, str]
 
 
 # Sent as `sampling_parameters`, and along with the messages.
@@ -167,6 +170,7 @@ class GenerationRequest:
     return_log_probs: bool = False
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None
+    trace_headers: dict[str, str] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -214,6 +218,7 @@ class GenerationRequest:
         _check_integers("request_priority", [rest.get("request_priority", 0)], 32)
         ids = None if input_ids is None else checked_ids("input_ids", input_ids)
         rest |= _resumed(rest)
+        rest["trace_headers"] = _trace_headers(rest.get("trace_headers") or {})
         known = RequestOptions.__annotations__
         for name in rest:
             if name not in known:
@@ -293,6 +298,20 @@ def _resumed(options: Mapping[str, Any]) -> dict[str, Any]:
     if (sums := options.get("resume_cumulative_logprob")) is not None:
         found["resume_cumulative_logprob"] = [float(value) for value in sums]
     return found
+
+
+def _trace_headers(given: Mapping[str, str]) -> dict[str, str]:
+    """The headers that Trace Context defines, in lower case; propagators of other standards can add more.
+
+    Raises:
+        ValueError: one is not printable ASCII.
+    """
+    found = {name.lower(): value for name, value in given.items()}
+    headers = {name: found[name] for name in ("traceparent", "tracestate") if found.get(name)}
+    for name, value in headers.items():
+        if not (isinstance(value, str) and value.isascii() and value.isprintable()):
+            raise ValueError(f"trace_headers: {name}={value!r} must be printable ASCII")
+    return headers
 
 
 def _check_text(name: str, text: Any) -> None:

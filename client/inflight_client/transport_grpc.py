@@ -9,6 +9,8 @@ and generated stub, although these are private attributes (`_channel`, `_client_
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import grpc
@@ -135,15 +137,18 @@ class GrpcTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
         """Send a request; `timeout` is the number of seconds it has left."""
-        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
+        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout), request.trace_headers)
 
     def control(self, model: str, question: Question, timeout: float) -> str:
         """The text that answers a question."""
         return control_answer([columns for columns in self._send(grpc_control(model, question), timeout) if columns])
 
-    def _send(self, message: ModelInferRequest, timeout: float | None) -> GrpcCall:
+    def _send(
+        self, message: ModelInferRequest, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> GrpcCall:
+        metadata = (*self._headers.items(), *headers.items())
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
-        call = self._stub.ModelStreamInfer(iter((message,)), metadata=tuple(self._headers.items()), timeout=timeout)
+        call = self._stub.ModelStreamInfer(iter((message,)), metadata=metadata, timeout=timeout)
         return GrpcCall(call, self.address)
 
     def server_live(self) -> bool:
@@ -248,15 +253,17 @@ class AsyncGrpcTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
         """As `GrpcTransport.open`."""
-        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout))
+        return self._send(grpc_request(request, timeout), _rpc_timeout(timeout), request.trace_headers)
 
     async def control(self, model: str, question: Question, timeout: float) -> str:
         """As `GrpcTransport.control`."""
         call = self._send(grpc_control(model, question), timeout)
         return control_answer([columns async for columns in call if columns])
 
-    def _send(self, message: ModelInferRequest, timeout: float | None) -> AsyncGrpcCall:
-        call = self._infer(message, metadata=self._metadata, timeout=timeout)
+    def _send(
+        self, message: ModelInferRequest, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
+    ) -> AsyncGrpcCall:
+        call = self._infer(message, metadata=(*self._metadata, *headers.items()), timeout=timeout)
         return AsyncGrpcCall(call, self.address, self._closed)
 
     async def server_live(self) -> bool:

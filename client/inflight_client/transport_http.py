@@ -57,7 +57,8 @@ class _Session:
         path = f"/v2/models/{quote(request.model, safe='')}/generate_stream"
         received = False
         try:
-            async with self._http.stream("POST", path, json=http_body(request, timeout)) as response:
+            body, headers = http_body(request, timeout), request.trace_headers
+            async with self._http.stream("POST", path, json=body, headers=headers) as response:
                 received = True
                 if response.status_code != 200:
                     raise http_error(response.status_code, (await response.aread()).decode("utf-8", "replace"))

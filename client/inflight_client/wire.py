@@ -99,6 +99,8 @@ def grpc_request(request: GenerationRequest, timeout: float | None) -> service_p
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if timeout is not None:
         message.parameters["timeout"].int64_param = _microseconds(timeout)
+    for header, value in request.trace_headers.items():  # for servers that trace without Triton
+        message.parameters[header].string_param = value
     return message
 
 
@@ -155,7 +157,7 @@ def http_body(request: GenerationRequest, timeout: float | None) -> dict[str, An
     body["id"] = request.request_id
     if timeout is not None:
         body["timeout"] = _microseconds(timeout)
-    return body
+    return body | request.trace_headers
 
 
 def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:

@@ -41,16 +41,18 @@ from inflight_gateway.ollama_models import (
     ollama_show,
     ollama_tags,
     ollama_version,
-    root,
 )
 from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.page.files import OPEN_PATHS, front_page, page_file
+from inflight_gateway.page.status import page_status
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.sagemaker import invocations
 from inflight_gateway.tokenizer_info import tokenizer_info
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
+from inflight_gateway.tracing import Tracing
 
 __all__ = ["build_app"]
 
@@ -104,7 +106,8 @@ _ENDPOINTS = (
     _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form", error_form=ollama_error),
     _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form", error_form=ollama_error),
     _Endpoint("/api/version", ollama_version, "The version of Ollama's API", error_form=ollama_error),
-    _Endpoint("/", root, "A line of text"),
+    _Endpoint("/", front_page, "A page for browsers, a line of text for other clients"),
+    _Endpoint("/page/status", page_status, "The models and Tritons with their load, for the page"),
     _Endpoint("/tokenizer_info", tokenizer_info, "The settings of the tokenizer, with the chat template"),
     _Endpoint("/health", health, "Whether the gateway answers"),
     _Endpoint("/ready", ready, "Whether a model can serve"),
@@ -169,23 +172,31 @@ def _routes() -> list[Route]:
     ]
     pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
     routes.append(Route("/api/{operation:path}", ollama_absent, methods=["GET", "HEAD", "POST", "DELETE"]))
-    return [*routes, Route("/openapi.json", pages.document), Route("/docs", pages.page)]
+    return [
+        *routes,
+        Route("/openapi.json", pages.document),
+        Route("/docs", pages.page),
+        Route("/page/{name}", page_file),
+    ]
 
 
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
     """CORS is outside of `Front`: a browser must be able to read the refusal of a key, too."""
     paths = [one.path for one in _ENDPOINTS]
+    outer = [Middleware(ResponseHeaders)]
+    if gateway.provider is not None:
+        outer.insert(0, Middleware(Tracing, provider=gateway.provider, paths=paths))
     front = Middleware(
         Front,
         keys=Keys(options.api_keys),
         hosts=AllowedHosts(options.allowed_hosts),
         metrics=gateway.metrics,
         paths=paths,
-        open_paths=("/load", "/metrics") if options.open_metrics else (),
+        open_paths=[*(("/load", "/metrics") if options.open_metrics else ()), *(OPEN_PATHS if options.page else ())],
         error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
     if not options.cors_origins:
-        return [Middleware(ResponseHeaders), front]
+        return [*outer, front]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.cors_origins),
@@ -193,7 +204,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", WARNING, "retry-after"],
     )
-    return [Middleware(ResponseHeaders), cors, front]
+    return [*outer, cors, front]
 
 
 async def _failed(http: Request, error: Exception) -> Response:

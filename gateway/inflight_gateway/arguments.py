@@ -10,6 +10,7 @@ from inflight_gateway.bodies import SamplingBody, sampling_options
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.response_headers import REQUEST_ID
+from inflight_gateway.tracing import trace_headers
 from inflight_gateway.upstream import ServedModel
 
 __all__ = ["base_arguments", "request_id_of"]
@@ -52,6 +53,8 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
         known = {key: value for key, value in arguments.items() if key not in _INFLIGHT_ONLY}
         return known | {"return_token_ids": False}
     arguments["return_num_cached_tokens"] = True
+    if headers := trace_headers(http.scope):
+        arguments["trace_headers"] = headers
     tenant = gateway.tenant(http, body.user)
     if tenant is not None:
         arguments["tenant"] = tenant

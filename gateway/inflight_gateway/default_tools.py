@@ -12,7 +12,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from inflight_gateway.errors import APIError
-from inflight_gateway.upstream import ServedModel, Upstream
+from inflight_gateway.upstream import AnyUpstream, ServedModel
 
 __all__ = ["DEFAULT_FORMAT", "takes_system_messages", "with_tools"]
 
@@ -34,7 +34,7 @@ If no function helps, answer in text."""
 
 _PROBE = "This is a system message."
 # By upstream and model: whether its template renders system messages.
-_known: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[AnyUpstream, dict[str, bool]] = WeakKeyDictionary()
 
 Message = dict[str, Any]
 _Turn = tuple[Message, list[str]]  # a message and its texts, joined at the end: there can be very many
@@ -93,7 +93,7 @@ def _describe(messages: list[Message], text: str, role: str) -> None:
         asked["content"] = f"{text}\n\n{asked['content']}"
 
 
-async def takes_system_messages(upstream: Upstream, model: ServedModel) -> bool:
+async def takes_system_messages(upstream: AnyUpstream, model: ServedModel) -> bool:
     """Whether the model's template renders system messages: some refuse them, and some leave them out.
 
     The model is asked once.

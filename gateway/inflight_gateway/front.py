@@ -102,6 +102,8 @@ class Front:
                 status, started = message["status"], True
                 for reason, _ in warnings_of(scope):
                     self._metrics.warned(self._endpoint(scope), reason)
+                if scope.get("has_output"):
+                    self._metrics.began(self._endpoint(scope), time.perf_counter() - since)
             await send(message)
 
         try:

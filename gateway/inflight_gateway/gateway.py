@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
 from inflight_gateway.body_reader import BodyReader
 from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
+from inflight_gateway.model_upstreams import upstream_for
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.replicas import Replicas
+from inflight_gateway.tracing import close_provider, make_provider
 from inflight_gateway.triton_metrics import TritonMetrics
-from inflight_gateway.upstream import Upstream
+from inflight_gateway.upstream import AnyUpstream
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 __all__ = ["Gateway", "gateway_of"]
 
@@ -23,21 +30,34 @@ class Gateway:
 
     Args:
         options: of the operator.
-        upstream: replaces a real one, in tests.
+        upstream, replicas, provider: replace real ones, in tests.
     """
 
-    def __init__(self, options: GatewayOptions, upstream: Upstream | None = None) -> None:
+    def __init__(
+        self,
+        options: GatewayOptions,
+        upstream: AnyUpstream | None = None,
+        replicas: Replicas | None = None,
+        provider: TracerProvider | None = None,
+    ) -> None:
         self.options = options
         self.metrics = Metrics()
         self.bodies = BodyReader(options)
-        self.upstream = upstream or Upstream(options, routed=self.metrics.routed)
+        self.upstream = upstream or upstream_for(options, self.metrics.routed)
+        self.replicas = replicas or Replicas(options, self.upstream)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
+        self.provider = provider
+        if provider is None and options.otlp_traces_endpoint:
+            self.provider = make_provider(options.otlp_traces_endpoint)
 
     async def close(self) -> None:
         """Cancel open requests and close the connections."""
         await self.upstream.close()
+        await self.replicas.close()
         if self.triton_metrics is not None:
             await self.triton_metrics.close()
+        if self.provider is not None:
+            await close_provider(self.provider)
 
     def enter(self) -> None:
         """A request starts to generate.

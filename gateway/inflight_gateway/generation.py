@@ -236,6 +236,7 @@ class EventStream(Response):
         self._keep_alive = framing.keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["has_output"] = True  # the generation's first chunk
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:

@@ -41,6 +41,6 @@ async def version(http: Request) -> Response:
 def package_version() -> str:
     """The installed version of Inflight."""
     try:
-        return installed_version("inflight")
+        return installed_version("triton-inflight")
     except PackageNotFoundError:  # run from a checkout
         return "unknown"

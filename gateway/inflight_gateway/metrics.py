@@ -57,6 +57,13 @@ class Metrics:
             registry=own,
             buckets=_SECONDS,
         )
+        self._first_token = Histogram(
+            "inflight_gateway_time_to_first_token_seconds",
+            "From a request's headers to the first output of its stream.",
+            ["endpoint"],
+            registry=own,
+            buckets=_SECONDS,
+        )
         self._chunks = Counter("inflight_gateway_chunks", "Chunks of Triton's passed on in streams.", registry=own)
         self._broken = Counter(
             "inflight_gateway_broken_streams", "Streams that ended with an error event.", registry=own
@@ -106,6 +113,10 @@ class Metrics:
     def warned(self, endpoint: str, reason: str) -> None:
         """A response has a warning."""
         self._warnings.labels(endpoint, reason).inc()
+
+    def began(self, endpoint: str, seconds: float) -> None:
+        """A stream begins: its first output has arrived."""
+        self._first_token.labels(endpoint).observe(seconds)
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""

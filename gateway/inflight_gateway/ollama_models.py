@@ -6,7 +6,7 @@ import datetime
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import Response
 from starlette.types import Scope
 
 from inflight_gateway.bodies import read_body
@@ -26,18 +26,12 @@ __all__ = [
     "ollama_show",
     "ollama_tags",
     "ollama_version",
-    "root",
 ]
 
 API_VERSION = "0.12.11"  # of Ollama: clients refuse older ones
 _FOREVER = "9999-12-31T23:59:59Z"  # models stay loaded
 _FAMILY = "inflight"
 _MANAGED = ("blobs", "copy", "create", "delete", "pull", "push")
-
-
-async def root(http: Request) -> Response:
-    """A line of text: Ollama's command looks here for a server."""
-    return PlainTextResponse("Inflight is running")
 
 
 async def ollama_version(http: Request) -> Response:

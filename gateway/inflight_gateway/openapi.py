@@ -11,7 +11,9 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 
 from inflight_gateway.bodies import Body
+from inflight_gateway.gateway import gateway_of
 from inflight_gateway.health import package_version
+from inflight_gateway.page.files import docs_page
 from inflight_gateway.sse import encode_json
 
 __all__ = ["ApiPages"]
@@ -35,7 +37,7 @@ _ERROR = {
 
 
 class ApiPages:
-    """Both pages, generated once.
+    """Both, generated once.
 
     Args:
         endpoints: (method, path) -> (summary, types that the body can have).
@@ -62,20 +64,23 @@ class ApiPages:
             f"<tr><td>{method}</td><td><code>{html.escape(path)}</code></td><td>{html.escape(summary)}</td></tr>"
             for (method, path), (summary, _) in endpoints.items()
         ]
-        self._page = (
+        table = f"<table>{''.join(rows)}</table>"
+        self._bare = (
             "<!doctype html><html lang=en><meta charset=utf-8><title>Inflight: OpenAI's API</title>"
-            "<style>body{font:16px sans-serif;margin:2em}td{padding:.2em 1em .2em 0}</style>"
-            "<h1>OpenAI's API in front of Triton</h1><table>"
-            f"{''.join(rows)}</table><p>All keys of the bodies: <a href=openapi.json>openapi.json</a></p></html>"
+            f"<h1>OpenAI's API in front of Triton</h1>{table}"
+            "<p>All keys of the bodies: <a href=openapi.json>openapi.json</a></p></html>"
         )
+        self._browsable = docs_page(table)
 
     async def document(self, http: Request) -> Response:
         """`/openapi.json`."""
         return Response(self._document, media_type="application/json")
 
     async def page(self, http: Request) -> Response:
-        """`/docs`."""
-        return HTMLResponse(self._page)
+        """`/docs`: it needs no key if it is a page for browsers, which asks for the document with one."""
+        if gateway_of(http).options.page:
+            return self._browsable.answer(http)
+        return HTMLResponse(self._bare)
 
 
 def _operation(path: str, summary: str, bodies: Sequence[type[Body]]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from inflight_gateway.hosts import check_allowed_hosts
 from inflight_gateway.reasoning_formats import check_reasoning_parser
 from inflight_gateway.routing import POLICIES, Policy
 from inflight_gateway.tool_parsers import format_named
+from inflight_gateway.tracing import check_endpoint
 
 __all__ = ["GatewayOptions"]
 
@@ -21,6 +22,7 @@ class GatewayOptions:
 
     Attributes:
         triton: gRPC addresses `host:port`, the preferred one first.  They serve the same checkpoints.
+            `MODEL=host:port` serves this model alone, and no other Triton gets its requests.
         routing: chooses one of them for a request: the first that has not failed recently ("ordered"), each in turn
             ("round-robin"), the one with the fewest requests ("least-loaded"), or the one that has the prompt's prefix
             ("prefix").
@@ -59,6 +61,10 @@ class GatewayOptions:
         fim_template: prompt of completions with `suffix`, with the places `{prefix}` and `{suffix}`; "": told by the
             model's tokenizer; "none": `suffix` is refused.
         open_metrics: answer `/metrics` and `/load` without a key.
+        page: serve a page to browsers at `/`, for chats and the state of the models, and one with the endpoints at
+            `/docs`.
+        admin_key: of the Tritons; the page shows the load of the models only with it.  "": they have none.
+        otlp_traces_endpoint: URL of a collector that takes OTLP over HTTP: each request becomes a span; "": none.
         system_fingerprint: overrides the default, which names checkpoint and version.
     """
 
@@ -93,9 +99,14 @@ class GatewayOptions:
     enable_tokenizer_info_endpoint: bool = False
     fim_template: str = ""
     open_metrics: bool = False
+    page: bool = True
+    admin_key: str = ""
+    otlp_traces_endpoint: str = ""
     system_fingerprint: str = ""
 
     def __post_init__(self) -> None:
+        if self.otlp_traces_endpoint:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.tool_call_parser:
             format_named(self.tool_call_parser)
         check_reasoning_parser(self.reasoning_parser)
@@ -103,10 +114,16 @@ class GatewayOptions:
         check_fim_template(self.fim_template)
         if not self.triton:
             raise ValueError("triton: at least one address host:port is expected")
+        named = set(self.triton_groups)  # checks them
+        if "" not in named and not named.issuperset(self.models):
+            raise ValueError(
+                f"models={self.models!r}: {sorted(set(self.models) - named)} have no Triton in {self.triton!r}"
+            )
         if self.routing not in POLICIES:
             raise ValueError(f"routing={self.routing!r}: must be one of {', '.join(POLICIES)}")
         if self.routing != "ordered":
-            BoundedRing(self.triton, self.routing_load_factor)
+            for addresses in self.triton_groups.values():
+                BoundedRing(addresses, self.routing_load_factor)
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
@@ -125,3 +142,18 @@ class GatewayOptions:
             raise ValueError(
                 f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
             )
+
+    @property
+    def triton_groups(self) -> dict[str, tuple[str, ...]]:
+        """The addresses of `triton` by model; "": of Tritons without one.
+
+        Raises:
+            ValueError: an empty model or address.
+        """
+        groups: dict[str, list[str]] = {}
+        for given in self.triton:
+            model, separator, address = given.rpartition("=")
+            if not address or (separator and not model):
+                raise ValueError(f"triton={given!r}: expected HOST:PORT, or MODEL=HOST:PORT")
+            groups.setdefault(model, []).append(address)
+        return {model: tuple(addresses) for model, addresses in groups.items()}

@@ -12,17 +12,17 @@ from inflight_gateway.errors import APIError
 from inflight_gateway.tool_parsers.scanner import Marks, Scanner, Wait
 
 if TYPE_CHECKING:
-    from inflight_gateway.upstream import ServedModel, Upstream
+    from inflight_gateway.upstream import AnyUpstream, ServedModel
 
 __all__ = ["ReasoningParser", "reasoning_opened"]
 
 _MAX_KEY, _MAX_KNOWN, _TAIL_TOKENS = 1024, 256, 64
 # By upstream, model and template options: whether the prompt opens the reasoning.
-_opened: WeakKeyDictionary[Upstream, dict[str, bool]] = WeakKeyDictionary()
+_opened: WeakKeyDictionary[AnyUpstream, dict[str, bool]] = WeakKeyDictionary()
 
 
 async def reasoning_opened(
-    upstream: Upstream,
+    upstream: AnyUpstream,
     model: ServedModel,
     tag: str,
     template_kwargs: Mapping[str, Any],

@@ -15,7 +15,7 @@ from inflight_gateway.errors import invalid
 from inflight_gateway.options import GatewayOptions
 
 if TYPE_CHECKING:
-    from inflight_gateway.upstream import ServedModel, Upstream
+    from inflight_gateway.upstream import AnyUpstream, ServedModel
 
 __all__ = ["TEMPLATE_KEYS", "RequestTemplate", "check_request_template"]
 
@@ -51,6 +51,6 @@ class RequestTemplate:
         """Whether it mentions tools."""
         return bool(self.info.get("takes_tools", True)) if self.text is None else "tools" in self.text
 
-    async def takes_system_messages(self, upstream: Upstream, model: ServedModel) -> bool:
+    async def takes_system_messages(self, upstream: AnyUpstream, model: ServedModel) -> bool:
         """Whether it renders system messages; a request's template is believed to, and refuses them itself."""
         return True if self.text is not None else await takes_system_messages(upstream, model)

@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from inflight_client import (
     AsyncClient,
@@ -21,7 +21,7 @@ from inflight_gateway.errors import APIError, api_error, invalid, model_not_foun
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
 
-__all__ = ["ServedModel", "Upstream", "text_inputs"]
+__all__ = ["AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
 _FIRST_DELAY, _MAX_DELAY = 0.1, 2.0  # seconds between attempts to reach a server
@@ -65,8 +65,34 @@ def text_inputs(metadata: Mapping[str, Any]) -> tuple[frozenset[str], frozenset[
     return (inputs, outputs) if fits else None
 
 
+def only_model(models: list[ServedModel]) -> ServedModel:
+    """The model of a request that names none.
+
+    Raises:
+        APIError: 400, there is not exactly one.
+    """
+    if len(models) != 1:
+        names = ", ".join(model.name for model in models) or "none"
+        raise invalid(f"model: give the name of a model; models here: {names}", "model")
+    return models[0]
+
+
+class AnyUpstream(Protocol):
+    """The Tritons behind a gateway, whether they serve the same models or not; methods as of `Upstream`."""
+
+    def stream(self, **arguments: Any) -> AsyncStream: ...
+    async def resolve(self, name: str | None) -> ServedModel: ...
+    async def find(self, name: str | None) -> ServedModel: ...
+    async def models(self) -> list[ServedModel]: ...
+    async def ready(self) -> bool: ...
+    async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]: ...
+    async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str: ...
+    async def tokenizer_info(self, model: ServedModel) -> dict[str, Any]: ...
+    async def close(self) -> None: ...
+
+
 class Upstream:
-    """Makes all calls to Triton.
+    """Makes all calls to Tritons that serve the same models.
 
     Args:
         options: addresses, headers and limits.
@@ -115,11 +141,7 @@ class Upstream:
             APIError: 404 for a model that does not exist or takes no text, 400 if a name is needed, 503.
         """
         if name is None:
-            models = await self.models()
-            if len(models) != 1:
-                names = ", ".join(model.name for model in models) or "none"
-                raise invalid(f"model: give the name of a model; models here: {names}", "model")
-            return models[0]
+            return only_model(await self.models())
         model = self._remembered(name) or await self._look_up(name)
         if model is None:
             raise model_not_found(name, [one.name for one in await self.models()])
@@ -249,4 +271,11 @@ def _client(options: GatewayOptions, resume: bool, routed: Callable[[str, str], 
             options.routing, options.triton, options.routing_prefix_tokens, options.routing_load_factor, routed
         )
     headers = dict(options.headers)
-    return AsyncClient(list(options.triton), model="", retries=retries, routing=routing, headers=headers)
+    return AsyncClient(
+        list(options.triton),
+        model="",
+        retries=retries,
+        routing=routing,
+        headers=headers,
+        round_robin=options.routing == "round-robin",
+    )

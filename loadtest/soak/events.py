@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -38,11 +38,13 @@ class Events:
 
     Attributes:
         counts: events by kind.
+        seconds: how long the steps of events took, by what was waited for.
     """
 
     def __init__(self, server: TritonServer, model: str, model_file: Path, traffic: Traffic) -> None:
         assert server.process is not None
         self.counts: Counter[str] = Counter()
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
         self._pid = server.process.pid
         self._model = model
         self._model_file = model_file
@@ -83,9 +85,17 @@ class Events:
         """An instance is unloaded within the context, and gone at its end."""
         self._traffic.unloading(True)
         await asyncio.sleep(_CANCEL_SECONDS)
-        yield
-        await self._until("the old stub to leave", lambda: len(children(self._pid, STUB_NAME)) == 1)
+        old = await asyncio.to_thread(self._stubs)
+        leaves = asyncio.create_task(self._until("the old stub to leave", lambda: not old & self._stubs()))
+        try:
+            yield
+            await leaves
+        finally:
+            leaves.cancel()
         self._traffic.unloading(False)
+
+    def _stubs(self) -> set[int]:
+        return set(children(self._pid, STUB_NAME))
 
     def _engines(self) -> list[int]:
         found: list[int] = []
@@ -96,16 +106,19 @@ class Events:
         return found
 
     async def _step(self, what: str, call: Awaitable[object]) -> None:
+        start = time.monotonic()
         try:
             await asyncio.wait_for(call, _STEP_SECONDS)
+            self.seconds[what].append(time.monotonic() - start)
         except asyncio.TimeoutError:
             self._traffic.problem(f"no end of an {what} within {_STEP_SECONDS:g} s")
         except grpc.InferenceServerException as error:
             self._traffic.problem(f"{what} failed: {error}")
 
     async def _until(self, what: str, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + _STEP_SECONDS
+        start = time.monotonic()
         while not await asyncio.to_thread(condition):
-            if time.monotonic() > deadline:
+            if time.monotonic() > start + _STEP_SECONDS:
                 return self._traffic.problem(f"{what} did not happen within {_STEP_SECONDS:g} s")
             await asyncio.sleep(0.05)
+        self.seconds[what].append(time.monotonic() - start)

@@ -52,11 +52,11 @@ class Idle:
     sequences: float
     counters: dict[str, float]
 
-    @property
-    def settled(self) -> bool:
-        """Whether the server is at rest: no sequence, no process that still ends, and the spare engine has started."""
+    def is_settled(self, spare: bool) -> bool:
+        """Whether the server is at rest: no sequence, no process that still ends, and the spare process, if there is
+        one, has started."""
         processes = {kind: held.processes for kind, held in self.by_kind.items()}
-        return not (self.blocks or self.sequences) and processes == {"server": 1, "stubs": 1, "engines": 2}
+        return not (self.blocks or self.sequences) and processes == {"server": 1, "stubs": 1, "engines": 1 + spare}
 
 
 def measure(server: TritonServer, model: str) -> Idle:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import statistics
 import tempfile
 import threading
 import time
@@ -50,6 +51,7 @@ class Plan:
         seconds: of load, with the warm-up.
         turns: instead of the time, so many events after the warm-up, one right after another; 0 for none.
         kills: kill engines too, besides reloads and unloads.
+        spare: the model keeps a spare process (`spare_engine`).
         clients: requests open at a time.
         pause: seconds between two events.
         cases: different requests.
@@ -59,6 +61,7 @@ class Plan:
     seconds: float = 1200.0
     turns: int = 0
     kills: bool = True
+    spare: bool = True
     clients: int = 16
     pause: float = 8.0
     cases: int = 60
@@ -67,11 +70,21 @@ class Plan:
 
 @dataclass
 class Verdict:
-    """The outcome.  `problems` are the first ones, in words."""
+    """The outcome.
+
+    Attributes:
+        seconds: in all.
+        counts: requests by how they ended.
+        events: by kind.
+        waits: seconds that the steps of events took, by what was waited for, such as "load".
+        early, late: resources after the warm-up and at the end.
+        problems: the first ones, in words.
+    """
 
     seconds: float
     counts: Counter[str]
     events: Counter[str]
+    waits: dict[str, list[float]]
     early: Idle | None
     late: Idle | None
     num_problems: int
@@ -82,6 +95,10 @@ class Verdict:
         events = ", ".join(f"{count} {kind}" for kind, count in self.events.items()) or "no event"
         lines = [f"{sum(self.counts.values()):,} requests in {self.seconds:,.0f} s; {events}"]
         lines += [f"  {count:7,} {ending}" for ending, count in self.counts.most_common()]
+        for what, seconds in self.waits.items():
+            lines.append(
+                f"  waited for {what}: median {statistics.median(seconds):.2f} s, longest {max(seconds):.2f} s"
+            )
         if self.early is not None and self.late is not None:
             lines.append("held without requests, after the warm-up and at the end")
             for kind, before in self.early.by_kind.items():
@@ -109,7 +126,8 @@ def soak(plan: Plan, log_file: Path | None, say: Callable[[str], None]) -> Verdi
         LauncherError: the server does not start.
     """
     with tempfile.TemporaryDirectory(prefix="inflight-soak-") as folder:
-        write_entry(Path(folder), _MODEL, EngineConfig(model=str(_CHECKPOINT), **_ENGINE))  # type: ignore[arg-type]
+        config = EngineConfig(model=str(_CHECKPOINT), spare_engine=plan.spare, **_ENGINE)  # type: ignore[arg-type]
+        write_entry(Path(folder), _MODEL, config)
         server = TritonServer(
             folder, model_control_mode="explicit", load_models=[_MODEL], exit_timeout=10, log_file=log_file
         )
@@ -159,7 +177,10 @@ class _Soak:
         for leak in leaks(early, late) if early is not None and late is not None else ():
             traffic.problem(leak)
         seconds = time.monotonic() - started
-        return Verdict(seconds, traffic.counts, events.counts, early, late, traffic.num_problems, traffic.problems)
+        return Verdict(
+            seconds, traffic.counts, events.counts, dict(events.seconds), early, late, traffic.num_problems,
+            traffic.problems,
+        )  # fmt: skip
 
     def _clients(self) -> dict[str, AsyncClient]:
         once = RetryPolicy(max_attempts=1)
@@ -211,7 +232,7 @@ class _Soak:
         while True:
             await asyncio.sleep(0.5)  # gauges are published twice a second
             idle = await asyncio.to_thread(measure, self._server, _MODEL)
-            if idle.settled or time.monotonic() > deadline:
+            if idle.is_settled(self._plan.spare) or time.monotonic() > deadline:
                 return idle
 
     # -- the server's death ----------------------------------------------------------------

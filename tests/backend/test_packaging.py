@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -36,7 +37,7 @@ def test_the_image_installs_what_backend_and_gateway_need() -> None:
     asked = {Requirement(found) for found in re.findall(r'"([a-z0-9-]+(?:\[grpc\])?>=[^"]+)"', text)}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    needed = [*project["dependencies"], *extras["backend"], *extras["gateway"]]
+    needed = [*project["dependencies"], *extras["backend"], *extras["gateway"], *extras["otel"]]
     needed += [one for one in extras["server"] if one.startswith("psutil")]  # for `inflight-drain`
     grpc_only = [one.replace("tritonclient[all]", "tritonclient[grpc]") for one in needed]
     assert asked == {Requirement(one) for one in grpc_only if not one.startswith("numpy")}
@@ -81,7 +82,8 @@ class TestWheel:
             "inflight", "inflight_client", "inflight_gateway", "inflight_tools"
         }  # fmt: skip
         profiles = {f"inflight_tools/simulator/profiles/{name}.json" for name in shipped_profiles()}
-        assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} <= files and profiles
+        page = {f"inflight_gateway/page/static/{name}" for name in ("index.html", "docs.html", "main.js", "page.css")}
+        assert profiles | {"inflight_tools/trace/page.html", "inflight_client/endpoint.py"} | page <= files and profiles
         self.run(tree, sys.executable, "-m", "venv", "--without-pip", str(fresh))
         pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", str(fresh)]
         self.run(tree, *pip, "install", "--no-deps", "--no-index", str(wheel))
@@ -108,6 +110,18 @@ class TestWheel:
         versions = re.findall(rb"GLIBC_(\d+)\.(\d+)", compiled)
         assert max((int(major), int(minor)) for major, minor in versions) <= (2, 28)
         assert not re.search(rb"lib(gomp|omp|iomp5)\.so", compiled)
+
+
+def test_a_wheel_names_the_repository_whose_workflow_built_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks = runpy.run_path(str(ROOT / "hatch_build.py"))
+    metadata = {"version": "1.2.0"}
+    monkeypatch.delenv("GITHUB_REPOSITORY", raising=False)
+    hooks["RepositoryUrls"](str(ROOT), {}).update(metadata)
+    assert metadata["urls"] == {}
+    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
+    monkeypatch.setenv("GITHUB_REPOSITORY", "a/b")
+    hooks["RepositoryUrls"](str(ROOT), {}).update(metadata)
+    assert metadata["urls"]["Changelog"] == "https://github.com/a/b/blob/v1.2.0/CHANGELOG.md"
 
 
 @pytest.mark.parametrize("name", ["demo", "template"])

@@ -90,6 +90,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "disable_log_stats": {"disable_log_stats": True},
     "python_executable": {"python_executable": "python3"},
     "step_trace": {"step_trace": 7},
+    "otlp_traces_endpoint": {"otlp_traces_endpoint": "http://127.0.0.1:4318"},
     "check_on_load": {"check_on_load": False},
     "native_forward": {"native_forward": False},
     "quantization": {"quantization": "int8"},
@@ -178,8 +179,8 @@ def test_every_option_builds_the_same_engine_served_and_in_process(monkeypatch: 
     default = None
     for name, options in OTHER.items():
         engine = served(options)
-        if name == "download_dir":
-            with pytest.raises(ConfigError, match="download_dir is for Triton"):
+        if name in ("download_dir", "otlp_traces_endpoint"):
+            with pytest.raises(ConfigError, match=rf"{name} is for .*Triton"):
                 LLM(DEMO, **options)
             continue
         ours = LLM(DEMO, **options)

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -245,6 +246,19 @@ def test_tuning_compares_the_shipped_tile_with_others(monkeypatch: pytest.Monkey
     monkeypatch.setattr(gpu_attention, "cases", lambda: tiny)
     monkeypatch.setattr(gpu_attention, "compile_ahead", lambda jobs: None)
     tiles = {"decode 64 x 2K": (Tile(0, 16, 4, 2),), "a batch that this card cannot run": (Tile(0, 16, 4, 2),)}
-    rows = gpu_attention.tune(torch.device("cpu"), tiles)
+    rows = list(gpu_attention.tune(torch.device("cpu"), tiles))
     assert {row["tile"] for row in rows} == {"shipped", str(Tile(0, 16, 4, 2))}
     assert {row["shape"] for row in rows} == {"decode 64 x 2K"}
+
+
+def test_tuning_that_is_stopped_keeps_what_it_has_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: Any) -> Iterator[dict[str, Any]]:
+        yield {"name": "tile", "microseconds": 7.0}
+        raise KeyboardInterrupt
+
+    output = tmp_path / "tune.json"
+    monkeypatch.setattr(gpu_attention, "tune", stopped)
+    monkeypatch.setattr(sys, "argv", ["gpu_attention.py", "--tune", "--output", str(output)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_attention.main()
+    assert json.loads(output.read_text())["rows"] == [{"name": "tile", "microseconds": 7.0}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,9 @@ def test_a_switch_is_compared_with_its_own_load_without_it(tmp_path: Path, monke
             raise ConfigError("block_size 1 is refused")
         if values["block_size"] == 2:
             raise RuntimeError("broken")
+        if values["block_size"] == 64:
+            logging.getLogger("inflight.loading").warning("its kernel is not used: it is wrong")
+        logging.getLogger("inflight.loading").warning("of every engine")
         seen.append(values)
         yield values
 
@@ -51,16 +55,20 @@ def test_a_switch_is_compared_with_its_own_load_without_it(tmp_path: Path, monke
         return gpu_options.Load(name, gpu_model.llama_8b, 9, 9, 9, switches, {"block_size": 16})
 
     small, large, unknown = {"block_size": 8}, {"block_size": 32}, {"no_such_option": 1}
-    first = load("first", unknown=unknown, refused={"block_size": 1}, broken={"block_size": 2}, small=small)
+    unused = {"block_size": 64}
+    first = load(
+        "first", unknown=unknown, refused={"block_size": 1}, broken={"block_size": 2}, unused=unused, small=small
+    )
     monkeypatch.setattr(gpu_options, "LOADS", (first, load("second", large=large)))
     monkeypatch.setattr(gpu_options, "engine", engine)
     monkeypatch.setattr(gpu_options, "run_ours", lambda core, work: 30.0 / core["block_size"])
     rows = list(gpu_options.options(run(tmp_path)))
-    assert [row.get("status") for row in rows] == [None, "not built", "refused", "failed", None, None, None]
+    assert [row.get("status") for row in rows] == [None, "not built", "refused", "failed", "refused", None, None, None]
     assert "no option no_such_option" in rows[1]["why"]
     assert [row["ratio"] for row in rows if "ratio" in row] == [1.0, 0.5, 1.0, 2.0]
-    assert rows[4]["achieved"] == pytest.approx(3 * (6 + 4) / 30.0 * 8)
-    assert [values["async_scheduling"] for values in seen] == [False] * 4, "off is off by name"
+    assert rows[4]["why"] == "its kernel is not used: it is wrong"
+    assert rows[5]["achieved"] == pytest.approx(3 * (6 + 4) / 30.0 * 8)
+    assert [values["async_scheduling"] for values in seen] == [False] * 5, "off is off by name"
 
 
 def test_no_time_for_an_engine_is_said(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
+import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -85,13 +87,14 @@ class Cluster:
         if request.return_log_probs:
             width = max(map(len, new))
             columns["output_log_probs"] = [-1.0 / (ids[0] + 1) if ids else 0.0 for ids in new for _ in range(width)]
+        # Added one by one, as by the server: since Python 3.12 `sum` rounds once, at the end.
         begun = request.resume_cumulative_logprob or [0.0] * len(new)
         given = request.resume_token_ids or [[] for _ in new]
         for index, ids in enumerate(new):
             places[index] += len(ids)
         if request.return_cumulative_logprob:
             columns["cumulative_logprob"] = [
-                sum((-1.0 / (token + 1) for token in all_[len(some or []) : place]), start)
+                functools.reduce(operator.add, (-1.0 / (token + 1) for token in all_[len(some or []) : place]), start)
                 if some is not None
                 else start
                 for start, some, all_, place in zip(begun, given, self.output, places)

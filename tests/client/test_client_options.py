@@ -191,6 +191,14 @@ def test_proxies_do_not_apply_to_this_machine() -> None:
         assert (("grpc.enable_http_proxy", 0) in connection(host).grpc_client_options()["channel_args"]) is loopback
 
 
+def test_a_name_is_looked_up_again_soon() -> None:
+    """By default gRPC waits half a minute after the last time: too long when other servers take its place."""
+    assert (
+        dict(connection("gpu:1").grpc_client_options()["channel_args"])["grpc.dns_min_time_between_resolutions_ms"]
+        <= 1000
+    )
+
+
 def test_headers_are_lower_case_in_grpc() -> None:
     assert connection(headers={"Authorization": "x"}).grpc_headers() == {"authorization": "x"}
 
@@ -251,3 +259,12 @@ def test_a_schema_may_be_a_dict_json_text_a_pydantic_model_or_a_dataclass() -> N
         assert found["disable_any_whitespace"] is True and found["json"]["required"] == ["city"]
     with pytest.raises(TypeError, match="give a dict, JSON text, a pydantic model or a dataclass"):
         build(json_schema=5)
+
+
+def test_trace_context_is_all_that_a_propagators_headers_add() -> None:
+    given = {"Traceparent": "00-ab-cd-01", "tracestate": "", "b3": "x", "baggage": "k=v"}
+    assert build("p", trace_headers=given).trace_headers == {"traceparent": "00-ab-cd-01"}
+    assert build("p", trace_headers={}).trace_headers == build("p").trace_headers == {}
+    for bad in ("é", "a\nb", 7):
+        with pytest.raises(ValueError, match=r"trace_headers: traceparent=.* must be printable ASCII"):
+            build("p", trace_headers={"traceparent": bad})

@@ -92,6 +92,15 @@ def test_http_body_is_flat_json() -> None:
     assert http_body(GenerationRequest(model="m", input_ids=[5]), None)["input_ids"] == [5]
 
 
+def test_trace_context_goes_as_request_parameters() -> None:
+    headers = {"traceparent": "00-ab-cd-01", "tracestate": "k=v"}
+    traced = GenerationRequest(model="m", prompt="p", trace_headers=headers)
+    parameters = grpc_request(traced, None).parameters
+    assert {name: parameters[name].string_param for name in headers} == headers
+    assert http_body(traced, None).items() >= headers.items()
+    assert not {*headers} & {*grpc_request(FULL, None).parameters} and not {*headers} & {*http_body(FULL, None)}
+
+
 def test_without_token_ids_the_counts_are_requested() -> None:
     body = http_body(GenerationRequest(model="m", prompt="p", return_token_ids=False), None)
     assert body["return_num_output_tokens"] is True

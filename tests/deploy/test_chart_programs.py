@@ -4,26 +4,31 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from charts import (
     CASES,
+    CHART,
     FULLNAME,
+    MODELS,
     ROOT,
     Manifest,
+    behind,
     containers,
     flag,
     manifests,
     model_json,
+    of_kind,
     only,
     pod,
-    pod_labels,
     ports,
     render,
-    selects,
     server,
+    upgraded,
     values_of,
 )
 
@@ -46,11 +51,7 @@ def test_the_gateway_accepts_its_command_line(case: str) -> None:
     assert first == "127.0.0.1:8001" and given["port"] == ports(server(manifests(case)))["openai"]
     assert given["model"] == [values_of(case).get("model", {}).get("name", "demo")]
     for other in others:
-        name, _, port = other.partition(":")
-        service = only(manifests(case), "Service", name=name)
-        assert service["spec"]["clusterIP"] == "None" and not service["spec"].get("publishNotReadyAddresses")
-        assert selects(service["spec"]["selector"], pod_labels(server(manifests(case))))
-        assert int(port) == service["spec"]["ports"][0]["port"]
+        assert behind(other, of_kind(manifests(case), "Service"), [server(manifests(case))])
     assert bool(others) == (case != "hub")
 
 
@@ -123,23 +124,44 @@ def _code(text: str) -> list[str]:
     return [line for line in text.splitlines() if line and not line.startswith("#")]
 
 
-def test_a_stream_never_goes_on_with_another_model() -> None:
-    """While a rollout changes the model or the image, old gateways find old Tritons only."""
+def peers_of(workload: Manifest) -> str:
+    """The address at which its gateway looks for other Tritons."""
+    (address,) = [
+        text.partition("=")[2] for text in containers(workload)["gateway"]["args"] if "-inflight-triton" in text
+    ]
+    return address
 
-    def peers(values: dict[str, Any]) -> tuple[Manifest, Manifest]:
-        found = render(values)
-        (name,) = [text for text in containers(server(found))["gateway"]["args"] if "-triton-" in text]
-        return only(found, "Service", name=name.partition("=")[2].partition(":")[0]), server(found)
 
-    service, workload = peers({})
-    for values in ({"model": {"settings": {"dtype": "float32"}}}, {"image": {"tag": "0.2.0"}}):
-        other, changed = peers(values)
-        assert other["metadata"]["name"] != service["metadata"]["name"]
-        assert not selects(service["spec"]["selector"], pod_labels(changed))
-        assert not selects(other["spec"]["selector"], pod_labels(workload))
-        assert workload["spec"]["selector"] == changed["spec"]["selector"]
-    other, same = peers({"replicaCount": 5, "gateway": {"workers": 2}})
-    assert other == service and selects(service["spec"]["selector"], pod_labels(same))
+@pytest.mark.parametrize("kind", ["Deployment", "StatefulSet"])
+def test_gateways_find_pods_that_serve_the_same_throughout_a_rollout(kind: str) -> None:
+    """Old gateways find the old pods that are left, new ones the new: a stream never goes on with another model."""
+    values = {"workload": {"kind": kind}}
+    before = render(values)
+    for change in ({"model": {"settings": {"dtype": "float32"}}}, {"image": {"tag": "0.2.0"}}):
+        after = render({**values, **change})
+        old, new = server(before), server(after)
+        assert old["spec"]["selector"] == new["spec"]["selector"], "it is immutable"
+        assert old["spec"].get("serviceName") == new["spec"].get("serviceName"), "so is this"
+        for services in (of_kind(before, "Service"), upgraded(before, after)):
+            assert behind(peers_of(old), services, [old, new]) == [old]
+        assert behind(peers_of(new), upgraded(before, after), [old, new]) == [new]
+    same = render({**values, "replicaCount": 5, "gateway": {"workers": 2}})
+    assert peers_of(server(same)) == peers_of(server(before))
+    assert len(behind(peers_of(server(same)), upgraded(before, same), [server(before), server(same)])) == 2
+
+
+def test_no_upgrade_renames_a_service_of_a_deployment() -> None:
+    before, after = ({one["metadata"]["name"] for one in of_kind(render(values), "Service")} for values in (
+        {}, {"model": {"settings": {"dtype": "float32"}}, "image": {"tag": "0.2.0"}}
+    ))  # fmt: skip
+    assert before == after
+
+
+def test_the_name_of_peers_is_not_the_one_that_a_pods_hosts_file_has() -> None:
+    """Kubernetes writes HOST.SUBDOMAIN.NAMESPACE.svc.DOMAIN and HOST there, for the pod's own address alone."""
+    host, _, rest = peers_of(server(manifests("defaults"))).partition(":")[0].partition(".")
+    spec = pod(server(manifests("defaults")))["spec"]
+    assert (host, rest) == (spec["hostname"], spec["subdomain"]) and "." not in rest
 
 
 def test_a_slow_load_is_waited_for() -> None:
@@ -152,6 +174,24 @@ def test_a_change_of_the_model_rolls_the_pods() -> None:
     pods = [pod(server(render({"model": {"settings": {"max_num_seqs": count}}}))) for count in (8, 9)]
     first, second = (one["metadata"]["annotations"]["checksum/model"] for one in pods)
     assert first != second
+
+
+@pytest.mark.parametrize("case", ["everything", "hub", "models"])
+def test_a_new_version_of_the_chart_rolls_no_pods(case: str, tmp_path: Path) -> None:
+    copied = tmp_path / "inflight"
+    shutil.copytree(CHART, copied)
+    text = (copied / "Chart.yaml").read_text()
+    (copied / "Chart.yaml").write_text(text.replace("\nversion: 0.1.0", "\nversion: 9.9.9"))
+    values = MODELS if case == "models" else values_of(case)
+
+    def parts(chart: Path) -> dict[str, tuple[Any, Any, Any]]:
+        found = of_kind(render(values, chart), "Deployment", "StatefulSet")
+        return {
+            one["metadata"]["name"]: (one["spec"]["selector"], pod(one), one["spec"].get("volumeClaimTemplates"))
+            for one in found
+        }
+
+    assert "9.9.9" in json.dumps(render(values, copied)) and parts(copied) == parts(CHART)
 
 
 def test_a_gpu_is_asked_for_beside_the_other_limits() -> None:

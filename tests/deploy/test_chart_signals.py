@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -9,16 +10,19 @@ import pytest
 import yaml
 from charts import (
     FULLNAME,
+    MODELS,
     NAMESPACE,
     containers,
     flag,
     manifests,
+    of_kind,
     only,
     ports,
+    render,
     server,
     triggers,
 )
-from promql import names_in
+from promql import ALERTS, names_in
 
 from inflight.frontend.operator.metric_specs import GAUGE, METRICS
 
@@ -63,6 +67,40 @@ def test_keda_asks_for_gauges_of_these_pods(name: str, query: str) -> None:
 def test_a_prometheus_without_data_scales_nothing() -> None:
     for trigger in only(manifests("everything"), "ScaledObject")["spec"]["triggers"]:
         assert trigger["metadata"]["ignoreNullValues"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("values", "scraped"),
+    [
+        ({}, True),
+        ({"gateway": {"apiKeysSecret": {"name": "keys"}}}, False),
+        ({"gateway": {"apiKeysSecret": {"name": "keys"}, "openMetrics": True}}, True),
+        ({"endpointPicker": {"enabled": True}}, False),
+    ],
+)
+def test_alerts_on_gateways_come_only_with_their_metrics(values: Any, scraped: bool) -> None:
+    """Without them, the alert that they are absent would always fire."""
+    found = render({**values, "monitoring": {"serviceMonitor": {"enabled": True}, "rules": {"enabled": True}}})
+    endpoints = only(found, "ServiceMonitor")["spec"]["endpoints"]
+    assert [one["port"] for one in endpoints] == ["metrics", "openai"][: 1 + scraped]
+    rules = only(found, "PrometheusRule")["spec"]
+    assert [group["name"] for group in rules["groups"]] == ["inflight", "inflight-gateway"][: 1 + scraped]
+    # The rest is as in the file.
+    text = json.dumps(rules).replace(f'{{namespace=\\"{NAMESPACE}\\", service=~\\"{FULLNAME}(-.+)?-pods\\"}}', "")
+    assert json.loads(text)["groups"] == ALERTS["groups"][: 1 + scraped]
+
+
+def test_absent_metrics_are_those_of_this_release() -> None:
+    found = render(MODELS | {"monitoring": {"rules": {"enabled": True}}})
+    rules = [rule for group in only(found, "PrometheusRule")["spec"]["groups"] for rule in group["rules"]]
+    (expression,) = [rule["expr"] for rule in rules if rule["alert"] == "InflightMetricsAbsent"]
+    labels = dict(re.findall(r'(\w+)=~?"([^"]*)"', expression))
+    assert labels["namespace"] == NAMESPACE
+    headless = [
+        one["metadata"]["name"] for one in of_kind(found, "Service") if one["metadata"]["name"].endswith("-pods")
+    ]
+    assert len(headless) == 3 and all(re.fullmatch(labels["service"], name) for name in headless)
+    assert not re.fullmatch(labels["service"], "other-inflight-pods")
 
 
 def test_the_alerts_know_the_job_that_the_monitor_gives() -> None:

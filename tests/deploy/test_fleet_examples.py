@@ -88,6 +88,16 @@ def test_compose_runs_three_tritons_that_drain_before_they_are_killed() -> None:
         assert int(one["stop_grace_period"].rstrip("s")) > EngineConfig(model="x").drain_timeout + 10
 
 
+def test_compose_asks_for_gpus_only_in_a_file_of_their_own() -> None:
+    """Docker refuses to start a container whose device the machine lacks."""
+    assert "nvidia" not in json.dumps(COMPOSE)
+    extra = yaml.safe_load((COMPOSE_FOLDER / "compose.gpu.yaml").read_text())
+    assert set(extra) == {"services"} and set(extra["services"]) == set(services("triton-"))
+    asked = [one["deploy"]["resources"]["reservations"]["devices"] for one in extra["services"].values()]
+    assert [device["device_ids"] for (device,) in asked] == [["0"], ["1"], ["2"]], "no two share one"
+    assert all((device["driver"], device["capabilities"]) == ("nvidia", ["gpu"]) for (device,) in asked)
+
+
 def test_every_gateway_of_compose_lists_every_triton_its_own_first() -> None:
     app = typer.Typer()
     app.command()(gateway)

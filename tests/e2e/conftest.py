@@ -15,8 +15,9 @@ HERE = Path(__file__).parent
 LOG_CHARACTERS = 6000  # of each server that a failure shows
 
 # The modules of each pytest-xdist group.  A group runs in one process, whose modules share a tritonserver, and takes
-# about as long as the other.
+# about as long as the other; that of the docs runs nightly.
 GROUPS = {
+    "e2e-docs": ("doc_snippets",),
     "e2e-demo": (
         "anthropic",
         "copied_backend",
@@ -44,6 +45,7 @@ GROUPS = {
         "kubernetes",
         "latency",
         "memory",
+        "opentelemetry",
         "replay",
         "scheduling",
         "serving",
@@ -94,7 +96,8 @@ def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
     repository = tmp_path_factory.mktemp("models")
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
-    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5) as server:
+    env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
+    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5, env=env) as server:
         yield server
 
 

@@ -262,3 +262,23 @@ async def test_the_tokenizer_is_shown_without_paths(url: str) -> None:
     async with httpx.AsyncClient(base_url=url.removesuffix("/v1")) as http:
         shown = (await http.get("/tokenizer_info")).json()
     assert "im_start" in shown["chat_template"] and not re.search(r'": "/', json.dumps(shown))
+
+
+async def test_the_page_shows_the_models_load(url: str, client: AsyncOpenAI, server: TritonServer) -> None:
+    async def seen() -> dict[str, Any]:
+        async with httpx.AsyncClient(base_url=url.removesuffix("/v1"), verify=False) as http:
+            found: dict[str, Any] = (await http.get("/page/status")).json()
+        assert found["problem"] is None and [model["id"] for model in found["models"]] == ["demo"]
+        (triton,) = found["tritons"]
+        assert (triton["address"], triton["up"]) == (server.grpc_address, True)
+        (model,) = triton["models"]
+        assert (model["state"], model["reason"]) == ("ready", None)
+        assert 0 <= model["kv_blocks_used"] < model["kv_blocks"]
+        return dict(model)
+
+    before = (await seen())["generation_tokens"]
+    answer = await client.completions.create(model="demo", prompt=PROMPT, max_tokens=8, extra_body={"ignore_eos": True})
+    assert answer.usage is not None and answer.usage.completion_tokens == 8
+    while (await seen())["generation_tokens"] < before + 8:  # readers share an answer for a second
+        await asyncio.sleep(0.1)
+    assert (await seen())["prefix_queries"] > 0

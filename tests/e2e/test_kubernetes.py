@@ -14,10 +14,13 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
-from charts import FULLNAME, containers, manifests, only, render
+from charts import FULLNAME, MODELS, containers, manifests, only, render
 from charts import server as chart_server
+from model_entries import write_entry
 from processes_of import engine_process, stubs
+from replicas import gateway
 
 from inflight_client import Client, RetryPolicy, UnavailableError
 from inflight_gateway.options import GatewayOptions
@@ -66,9 +69,37 @@ def test_tritonserver_has_the_flags_that_the_chart_passes(triton_installed: None
     environment = {**os.environ, "LD_LIBRARY_PATH": os.pathsep.join(map(str, found.library_dirs))}
     ended = subprocess.run([found.binary, "--help"], env=environment, capture_output=True, text=True)
     known = set(re.findall(r"--[\w-]+", ended.stdout + ended.stderr))
-    for case in ("defaults", "everything"):
-        _, *arguments = containers(chart_server(manifests(case)))["triton"]["args"]
+    workloads = [chart_server(manifests(case)) for case in ("defaults", "everything")]
+    for workload in (*workloads, only(render(MODELS), "Deployment", name=f"{FULLNAME}-qwen2-5")):
+        _, *arguments = containers(workload)["triton"]["args"]
         assert {argument.partition("=")[0] for argument in arguments} <= known
+
+
+@pytest.mark.nightly  # a tritonserver and a gateway of its own
+def test_one_gateway_serves_models_of_several_tritons(replica: TritonServer, tmp_path: Path) -> None:
+    """As the one in front of a release with `models`.  Connections end again and again, and cut no stream off."""
+    write_entry(tmp_path, "other")
+    question = {"prompt": "Return a list of", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+    aging = ["--grpc-max-connection-age=100"]
+    with TritonServer(tmp_path, model_control_mode="none", exit_timeout=5, extra_args=aging) as other:
+        tritons = {"demo": replica.grpc_address, "other": other.grpc_address}
+        front = gateway([f"{name}={address}" for name, address in tritons.items()], "--routing", "round-robin")
+        front.start()
+        try:
+            listed = httpx.get(f"{front.url}/v1/models", timeout=20).json()["data"]
+            assert [one["id"] for one in listed] == ["demo", "other"]
+            for name, address in tritons.items():
+                with Client(address, model=name) as client:
+                    expected = client.generate(**question).text
+                asked = httpx.post(f"{front.url}/v1/completions", json={"model": name, **question}, timeout=60)
+                assert asked.json()["choices"][0]["text"] == expected
+            assert "inflight_gateway_resumed_streams_total 0.0" in httpx.get(f"{front.url}/metrics", timeout=20).text
+            assert (
+                httpx.post(f"{front.url}/v1/completions", json={**question, "model": "third"}, timeout=20).status_code
+                == 404
+            )
+        finally:
+            front.stop()
 
 
 def test_no_key_allows_a_caller_to_load_or_unload(replica: TritonServer) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ from inflight_gateway.app import build_app
 from inflight_gateway.connections import IDLE_SECONDS, ClientConnection
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.options import GatewayOptions
+from inflight_gateway.replicas import Replicas
 from inflight_gateway.upstream import Upstream
 
 
@@ -51,9 +53,13 @@ class RunningGateway:
 
 
 @contextlib.asynccontextmanager
-async def running(client: ScriptedClient, **options: Any) -> AsyncIterator[RunningGateway]:
+async def running(
+    client: ScriptedClient, replicas: Mapping[str, ScriptedClient] = MappingProxyType({}), **options: Any
+) -> AsyncIterator[RunningGateway]:
+    """`replicas`: clients of addresses other than `client`."""
     chosen = GatewayOptions(**options)
-    gateway = Gateway(chosen, Upstream(chosen, client))
+    upstream = Upstream(chosen, client)
+    gateway = Gateway(chosen, upstream, Replicas(chosen, upstream, lambda address: replicas.get(address, client)))
     config = uvicorn.Config(
         build_app(chosen, gateway),
         http=ClientConnection,

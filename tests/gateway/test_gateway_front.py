@@ -44,7 +44,9 @@ async def test_a_key_is_asked_for(start):
         assert (await front.http.get("/v1/models", headers={"Authorization": f"bearer  {key}"})).status_code == 200
     for path in ("/health", "/health/ready", "/ping", "/ready", "/version"):
         assert (await front.http.get(path)).status_code == 200
-    for path in ("/metrics", "/docs", "/openapi.json", "/tokenize", "/nowhere", "/health/", f"{front.url}//health"):
+    for path in ("/metrics", "/page/status", "/openapi.json", "/tokenize", "/nowhere", "/health/", "/docs/"):
+        assert (await front.http.get(path)).status_code == 401
+    for path in (f"{front.url}//health", f"{front.url}//docs"):
         assert (await front.http.get(path)).status_code == 401
     hostile = [b"Bearer \xff\xfe", b"Bearer", b"", b"Bearer first-key second-key"]
     for value in hostile:

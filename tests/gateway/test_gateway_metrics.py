@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 from scripted_client import text
 
+from inflight_client import UnavailableError
 from inflight_gateway.options import GatewayOptions
 
 LINE = 'vllm:num_requests_waiting{model="demo",version="1"} 3'
@@ -59,11 +61,40 @@ async def test_without_triton_there_are_no_metrics_rather_than_half_of_them(star
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "upstream_unreachable"
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/api/chat"])
+async def test_the_time_to_first_token_is_that_of_streams_with_output(start, path):
+    def answer(request):
+        if request.request_id.startswith("fails"):  # a number follows for each prompt of a completion
+            return [UnavailableError("the engine restarts")]
+        return [event, *text("a", "b")]
+
+    event = asyncio.Event()
+    front = await start(answer)
+    body = {"model": "demo", "stream": True, "prompt": "Hi", "messages": [{"role": "user", "content": "Hi"}]}
+    if path != "/v1/completions":
+        body.pop("prompt")
+    name = f'inflight_gateway_time_to_first_token_seconds_count{{endpoint="{path}"}}'
+
+    async def counted() -> float:
+        lines = (await front.http.get("/metrics")).text.splitlines()
+        return float(next((line.split()[-1] for line in lines if line.startswith(name)), 0))
+
+    failed = await front.post(path, body, headers={"X-Request-Id": "fails"})
+    whole = asyncio.ensure_future(front.post(path, {**body, "stream": False}))
+    running = asyncio.ensure_future(front.post(path, body))
+    while len(front.client.streams) < 3:
+        await asyncio.sleep(0)
+    assert failed.status_code == 503 and await counted() == 0, "nothing has come yet"
+    event.set()
+    assert (await running).status_code == (await whole).status_code == 200
+    assert await counted() == 1
+
+
 async def test_metrics_need_no_key_only_if_the_operator_says_so(start):
     closed, opened = await start(ok, api_keys=("key",)), await start(ok, api_keys=("key",), open_metrics=True)
     assert (await closed.http.get("/metrics")).status_code == 401
     assert (await opened.http.get("/metrics")).status_code == 200
-    for path in ("/v1/models", "/metrics/", "/docs"):
+    for path in ("/v1/models", "/metrics/", "/openapi.json"):
         assert (await opened.http.get(path)).status_code == 401
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from importlib.metadata import version
 
 import pytest
 from scripted_client import ScriptedClient, text
@@ -24,6 +25,12 @@ async def test_readiness_has_several_names(start, method, path):
     front.client.is_silent = True
     assert (await front.http.request(method, path)).status_code == 503
     assert (await front.http.request("DELETE", path)).status_code in (401, 405)
+
+
+async def test_the_version_is_that_of_the_distribution(start):
+    front = await start(ok)
+    assert (await front.http.get("/version")).json() == {"version": version("triton-inflight")}
+    assert (await front.http.get("/api/version")).json()["inflight"] == version("triton-inflight")
 
 
 async def test_a_models_card_has_vllms_keys(start):

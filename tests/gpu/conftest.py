@@ -27,17 +27,21 @@ if find_spec("msgspec") is None:
 
 HAS_GPU = torch.cuda.is_available()
 
-# On an emulated card these run nightly: each repeats, for another model or option, a test that `make test` runs.
-NIGHTLY = {
-    "test_every_kind_of_request_is_as_without_graphs[32]",
-    "test_every_rule_gives_the_tokens_of_the_cpu[eager, one at a time]",
-    "test_every_rule_gives_the_tokens_of_the_cpu[preempting]",
-    "test_every_rule_gives_the_tokens_of_the_cpu[swapping]",
-    "test_the_engine_serves_with_weights_and_kv_in_fp8[True]",
-    "test_a_model_that_looks_at_its_tensors_runs_eagerly",
-    "test_steps_with_prompts_are_as_without_graphs",
-    "test_padding_touches_no_slot_of_the_pool",
-    *(f"test_greedy_output_equals_generate[{model}]" for model in ("gemma2", "qwen3", "phi3", "granite")),
+# On an emulated card `make test` runs only these cases of a test, by pytest's ids; others repeat them for another model
+# or option, and run nightly.  So of every test at least one case runs in `make test`.
+IN_MAKE_TEST = {
+    "test_gpu_device_runner.py": {"test_every_rule_gives_the_tokens_of_the_cpu": ["ahead"]},
+    "test_gpu_engine.py": {"test_greedy_output_equals_generate": ["llama"]},
+    "test_gpu_fp8.py": {
+        "test_a_models_logits_are_the_twins": ["llama", "qwen3_moe"],
+        "test_checkpoints_in_fp8_run_as_they_are": ["per channel", "DeepSeek"],
+        "test_the_engine_serves_with_weights_and_kv_in_fp8": ["False"],
+    },
+    "test_gpu_graphs.py": {
+        "test_greedy_output_equals_generate": ["llama", "gpt_oss"],
+        "test_every_kind_of_request_is_as_without_graphs": ["0"],
+    },
+    "test_gpu_switches.py": {"test_greedy_output_equals_generate": ["split_k+launch_pdl-graphs"]},
 }
 
 
@@ -60,10 +64,30 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, A
         return (yield)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if not HAS_GPU and item.name in NIGHTLY and Path(__file__).parent in item.path.parents:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    ours = [item for item in items if Path(__file__).parent in item.path.parents]
+    for item in ours:
+        if not runs_in_make_test(item.path.name, item.name):
             item.add_marker(pytest.mark.nightly)
+    if not any("::" in argument for argument in config.args):  # which choose some cases of a file
+        check_names({item.path.name for item in ours}, {(item.path.name, item.name) for item in ours})
+
+
+def check_names(files: set[str], cases: set[tuple[str, str]]) -> None:
+    """Raises UsageError: `IN_MAKE_TEST` names a case of the collected `files` that is none."""
+    for file in files & IN_MAKE_TEST.keys():
+        for function, named in IN_MAKE_TEST[file].items():
+            if unknown := [case for case in named if (file, f"{function}[{case}]") not in cases]:
+                raise pytest.UsageError(f"IN_MAKE_TEST of tests/gpu/conftest.py: {file} has no {function}{unknown}")
+
+
+def runs_in_make_test(file: str, name: str) -> bool:
+    """Whether `make test` runs a case, by the name that pytest gives to it."""
+    function, _, case = name.partition("[")
+    cases = IN_MAKE_TEST.get(file, {}).get(function)
+    return cases is None or case.removesuffix("]") in cases
 
 
 @pytest.fixture(autouse=True)

@@ -77,6 +77,7 @@ def test_every_rule_gives_the_tokens_of_the_cpu(
     assert (core.scheduler.num_preempted_total > 0) == ("block_size" in options)
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_a_launch_waits_for_nothing(checkpoint: str) -> None:
     """Prompts and decodes with every rule, eager and by graphs."""
     core = make_core(checkpoint, device="cuda", async_scheduling=True, max_num_batched_tokens=64, **LIMITS)

@@ -99,6 +99,7 @@ def test_every_kind_of_request_is_as_without_graphs(checkpoint: str, mixed: int)
     assert output(core_of(checkpoint, max_cudagraph_capture_size=mixed), params) == output(eager, params)
 
 
+@pytest.mark.usefixtures("any_kernels")  # tests/backend/kernels/test_gpu_graph_steps.py has those of a GPU
 def test_steps_with_prompts_are_as_without_graphs(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In chunks, decodes beside them; every step is a replay."""
     count, rows = sized((48, 8), (32, 4))
@@ -134,6 +135,7 @@ def test_steps_with_drafts_are_as_without_graphs_and_without_drafts(
     assert found == output(core_of(checkpoint), params)
 
 
+@pytest.mark.usefixtures("any_kernels")
 def test_padding_touches_no_slot_of_the_pool(checkpoint: str) -> None:
     core = core_of(checkpoint)
     params = [SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)] * 5

@@ -40,7 +40,7 @@ def test_swapped_blocks_come_back() -> None:
 
 @pytest.mark.xdist_group("memory of the GPU")
 def test_no_load_takes_more_than_the_utilization(tmp_path: Path) -> None:
-    vocab_size, count = sized((32000, 300), (500, 12))
+    vocab_size, count = sized((32000, 300), (500, 9))
     path = make_checkpoint("llama", tmp_path, head_dim=64, vocab_size=vocab_size)
     limits = dict(max_num_seqs=sized(256, 8), max_num_batched_tokens=sized(8192, 64))
     core = make_core(path, device="cuda", kv_cache_memory=None, gpu_memory_utilization=0.5, **limits)

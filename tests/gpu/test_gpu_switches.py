@@ -13,23 +13,22 @@ if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 pytest.importorskip("transformers")
 
+from card_sizes import sized
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
-from emulated_card import is_emulated
 from offline import make_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
 
-if is_emulated():  # tests/backend/kernels/test_gpu_split_k.py has an engine with split_k in the interpreter
-    pytest.skip("an emulated card has neither dependent launches nor FlashAttention", allow_module_level=True)
-
-SHAPES = [(1, 30), (7, 40), (40, 16), (130, 12)]  # prompt, output tokens
+SHAPES = sized([(1, 30), (7, 40), (40, 16), (130, 12)], [(3, 3), (20, 2)])  # prompt, output tokens
+LIMITS: dict[str, Any] = sized({}, dict(max_model_len=64, max_num_batched_tokens=16, check_on_load=False))
 HAS_PDL = torch.cuda.get_device_capability() >= (9, 0)
 PROMPTS = [random.Random(length).choices(range(VOCAB), k=length) for length, _ in SHAPES]
 
 
 def generated(path: str, **options: Any) -> list[list[int]]:
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for _, count in SHAPES]
-    deltas = run(make_core(path, device="cuda", block_size=16, max_num_seqs=4, **options), PROMPTS, params, stagger=2)
+    options = {"device": "cuda", "block_size": 16, "max_num_seqs": sized(4, 2), **LIMITS, **options}
+    deltas = run(make_core(path, **options), PROMPTS, params, stagger=2)
     return [tokens(deltas[number, 0]) for number in range(len(PROMPTS))]
 
 

@@ -13,6 +13,8 @@ from loadtest.analysis import Phase
 from loadtest.options import LoadOptions
 from loadtest.results import build
 from loadtest.runner import Plan, Results
+from loadtest.server import Endpoints
+from loadtest.targets import server_targets
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +37,8 @@ def _phase(model: str, streaming: bool, rate: float | None = None) -> Phase:
 def canned() -> dict[str, Any]:
     """`report.json` of a run whose numbers can be worked out by hand."""
     plan = Plan(LoadOptions(), rounds=2, sweep=(0.5, 1.0, 2.0), slo=SLO(1.0, 0.15))
-    results = Results(plan, plan.load.load())
+    endpoints = Endpoints("127.0.0.1:8001", "127.0.0.1:8000", "127.0.0.1:8002")
+    results = Results(plan, plan.load.load(), server_targets(endpoints, "grpc", ("inflight", "baseline")))
     for model, streaming in (("inflight", True), ("baseline", False)):
         results.rounds[model] = [_phase(model, streaming), _phase(model, streaming)]
         results.sweep[model] = [_phase(model, streaming, rate) for rate in (1.0, 2.0, 4.0)]

@@ -125,10 +125,10 @@ def test_gauges_are_read_for_the_model_under_load() -> None:
 
 def test_a_chart_shows_its_series_and_no_markup_of_theirs() -> None:
     points = [(0.0, 0.0), (1e-6, 1.0), (50.0, 9.0)]
-    svg = chart("t", [Series("$a$", points, "inflight", "both"), Series("b", [], "baseline")], "x", "y", log_x=True)
-    assert "$a$</text>" in svg and "stroke: var(--inflight)" in svg and "--baseline" not in svg and "<style" not in svg
-    assert chart("t", [Series("a", [], "inflight")], "x", "y") == ""
-    assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "inflight")], "<script>", "y")
+    svg = chart("t", [Series("$a$", points, "first", "both"), Series("b", [], "second")], "x", "y", log_x=True)
+    assert "$a$</text>" in svg and "stroke: var(--first)" in svg and "--second" not in svg and "<style" not in svg
+    assert chart("t", [Series("a", [], "first")], "x", "y") == ""
+    assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "first")], "<script>", "y")
 
 
 def test_render_writes_the_page_again(canned: dict[str, Any], tmp_path: Path) -> None:

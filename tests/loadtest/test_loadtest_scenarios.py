@@ -16,7 +16,7 @@ from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import SCENARIOS, Job, find_scenario
 from loadtest.options import LoadOptions
 from loadtest.prompts import TextPrompts, load_tokenizer
-from loadtest.shapes import ramp_users
+from loadtest.ramp import ramp_users
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "model_repository" / "demo" / "1" / "checkpoint"
@@ -143,7 +143,7 @@ def test_text_prompts_need_a_tokenizer() -> None:
 
 
 def test_options_survive_the_command_line() -> None:
-    options = LoadOptions(scenario="bursty", seed=9, arrivals="gamma", rate=1.5, context=2048, prompt="ids")
+    options = LoadOptions(scenario="bursty", seed=9, arrivals="gamma", rate=1.5, context=2048, prompt="auto")
     arguments = options.arguments()
     pairs = dict(zip(arguments[::2], arguments[1::2]))
     assert pairs == {"--scenario": "bursty", "--seed": "9", "--arrivals": "gamma", "--rate": "1.5", "--context": "2048"}

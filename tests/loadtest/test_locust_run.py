@@ -148,6 +148,30 @@ def test_openai_users_stream_from_a_gateway(
     assert int(statistics[("ITL", "uniform")]["Request Count"]) == gaps
 
 
+def test_a_gateway_and_its_triton_side_by_side(server: TritonServer, tmp_path: Path) -> None:
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(api_keys=("secret",)), ServerOptions(port=port, exit_timeout=2))
+    gateway.start(server.grpc_address)
+    sides = ["--url", f"127.0.0.1:{port}", "--url", server.grpc_address, "--name", "gateway", "--name", "Triton"]
+    sides += ["--model", "inflight", "--model", "inflight", "--api-key", "secret", "--api-key", ""]
+    load = ["--context", "220", "--requests", "12", "--users", "4", "--rounds", "2", "--sweep", ""]
+    try:
+        done = _run("loadtest", "run", *sides, *load, "--output", str(tmp_path), folder=tmp_path)
+    finally:
+        gateway.stop()
+    assert done.returncode == 0, done.stdout + done.stderr
+    text = (tmp_path / "report.json").read_text(encoding="utf-8")
+    data = json.loads(text)
+    assert [side["name"] for side in data["sides"]] == ["gateway", "Triton"] and "secret" not in text
+    assert [(row["model"], row["requests"], row["lost"]) for row in data["runs"]] == [
+        ("gateway", 12, 0), ("Triton", 12, 0)
+    ] * 2  # fmt: skip
+    tokens = [row["tokens"] for row in data["runs"]]
+    assert tokens[0] == tokens[1] and tokens[2] == tokens[3]
+    assert all(data["models"][name]["counted"] == ["server"] for name in ("gateway", "Triton"))
+    assert "gateway is better by" in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
 def test_an_open_loop_sends_when_requests_are_due(server: TritonServer, tmp_path: Path) -> None:
     done = _run(
         *("locust", "-f", str(LOCUSTFILE), "GrpcUser", "--headless", "--host", server.grpc_address),
@@ -168,7 +192,6 @@ def test_bad_input_is_one_line_and_status_2_before_any_load(server: TritonServer
         (["--scenario", "chat-rag"], "--context N"),
         (["--scenario", "chat-rag", "--models", "baseline,inflight"], "--context N"),
         (["--grpc", nowhere, "--protocol", "grpc"], f"cannot reach {nowhere} by gRPC"),
-        (["--url", nowhere], f"cannot reach {nowhere} by HTTP"),
         (["--http", nowhere, "--protocol", "http"], f"cannot reach {nowhere}"),
     ):
         done = _loadtest(server, *arguments, folder=tmp_path)
@@ -189,6 +212,9 @@ def test_bad_input_without_a_server(tmp_path: Path) -> None:
         assert done.returncode == 2, (arguments, done.stdout, done.stderr)
         assert said in done.stderr and done.stderr.count("\n") == 1
     host = f"127.0.0.1:{pick_ports(1)[0]}"
+    for url in (host, f"http://{host}/v1"):
+        done = _run("loadtest", "run", "--url", url, "--output", str(tmp_path / "out"), folder=tmp_path)
+        assert done.returncode == 2 and f"cannot reach {url}" in done.stderr and done.stderr.count("\n") == 1
     locust = _run("locust", "-f", str(LOCUSTFILE), "SseUser", "--headless", "--host", host, folder=tmp_path)
     assert locust.returncode == 2 and f"cannot reach {host}" in locust.stderr
 

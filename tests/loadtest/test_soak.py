@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from inflight_client.errors import DeadlineExceededError, InflightError, InvalidRequestError, UnavailableError
 from inflight_client.results import Choice, GenerationResult, Timings, Usage
+from loadtest.soak import __main__ as command
 from loadtest.soak import traffic as module
 from loadtest.soak.cases import Case, make_cases, matches
 from loadtest.soak.resources import Held, Idle, leaks
+from loadtest.soak.run import Plan, Verdict
 from loadtest.soak.traffic import Traffic
 
 KNOWN = (("one two", (1, 2), "length"), ("three", (3,), "stop"))
@@ -158,3 +163,30 @@ def test_what_the_server_holds_must_not_grow() -> None:
     ]:
         found = leaks(idle(), late)
         assert [says in text for text in found] == [True] if says else found == []
+
+
+def test_the_record_has_the_plan_and_each_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Plan] = []
+
+    def soak(plan: Plan, *_: object) -> Verdict:
+        plans.append(plan)
+        waits = {"load": [2.0, 1.0, 1.5], "the old stub to leave": [0.25]}
+        return Verdict(9.0, Counter(), Counter({"reloads": 3}), waits, idle(), idle(), 0)
+
+    monkeypatch.setattr(command, "soak", soak)
+    output = tmp_path / "turns.json"
+    done = CliRunner().invoke(command.app, ["--turns", "3", "--no-kills", "--no-spare", "--output", str(output)])
+    assert done.exit_code == 0 and "waited for load: median 1.50 s, longest 2.00 s" in done.output
+    record = json.loads(output.read_text())
+    assert record["waits"] == {"load": [2.0, 1.0, 1.5], "the old stub to leave": [0.25]}
+    assert record["plan"] == dataclasses.asdict(plans[0]) and record["plan"]["turns"] == 3
+    assert not plans[0].kills and not plans[0].spare and record["report"][-1] == "passed"
+    missing = CliRunner().invoke(command.app, ["--output", str(tmp_path / "missing" / "turns.json")])
+    assert missing.exit_code == 2 and len(plans) == 1, "refused before the run"
+
+
+def test_a_server_is_at_rest_with_its_spare_process_or_without() -> None:
+    for engines, spare in ((2, True), (1, False)):
+        at_rest = idle(by_kind={**idle().by_kind, "engines": Held(engines)})
+        assert at_rest.is_settled(spare) and not at_rest.is_settled(not spare)
+        assert not dataclasses.replace(at_rest, blocks=1).is_settled(spare)

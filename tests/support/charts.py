@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -28,6 +30,11 @@ CASES: dict[str, Path | None] = {
 
 Manifest = dict[str, Any]
 
+_CRDS = yaml.safe_load((ROOT / "tests" / "deploy" / "crds.yaml").read_text())
+
+# Two models in one release; not a case, as most cases have one workload.
+MODELS: dict[str, Any] = yaml.safe_load((_VALUES / "several" / "models.yaml").read_text())
+
 
 def values_of(case: str) -> dict[str, Any]:
     """The values of a case, as a file gives them."""
@@ -35,17 +42,23 @@ def values_of(case: str) -> dict[str, Any]:
     return yaml.safe_load(path.read_text()) if path else {}
 
 
-def render(values: dict[str, Any]) -> list[Manifest]:
+def render(values: dict[str, Any], chart_folder: Path = CHART) -> list[Manifest]:
     """Manifests of the chart with these values.
 
     Raises:
         helm_python.HelmError: the values are refused.
     """
-    with helm_python.Chart.load(CHART) as chart:
+    with helm_python.Chart.load(chart_folder) as chart:
         chart.validate_schema(values)  # as an install does, and `render` does not
         files = chart.render(values, name=RELEASE, namespace=NAMESPACE)
     texts = [text for name, text in sorted(files.items()) if name.endswith(".yaml")]
     return [found for text in texts for found in yaml.safe_load_all(text) if found]
+
+
+def notes(values: dict[str, Any]) -> str:
+    """The text that `helm install` prints with these values."""
+    with helm_python.Chart.load(CHART) as chart:
+        return chart.render(values, name=RELEASE, namespace=NAMESPACE)["inflight/templates/NOTES.txt"]
 
 
 @functools.cache
@@ -56,6 +69,16 @@ def _rendered(case: str) -> list[Manifest]:
 def manifests(case: str) -> list[Manifest]:
     """A copy of a case's manifests, which the caller can change."""
     return copy.deepcopy(_rendered(case))
+
+
+def validate(manifest: dict[str, Any], version: str = "1.37") -> None:
+    """Check a manifest as strictly as `kubectl apply --validate=strict`."""
+    name = f"{manifest['apiVersion']}/{manifest['kind']}"
+    if name in _CRDS:
+        jsonschema.validate(manifest["spec"], {"definitions": _CRDS["definitions"], **_CRDS[name]})
+        assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
+        manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]}  # for its metadata
+    kubernetes_validate.validate(manifest, version, strict=True)
 
 
 def of_kind(found: list[Manifest], *kinds: str) -> list[Manifest]:
@@ -96,6 +119,28 @@ def model_json(found: list[Manifest]) -> str:
 
 def selects(selector: dict[str, str], labels: dict[str, str]) -> bool:
     return bool(selector) and selector.items() <= labels.items()
+
+
+def upgraded(before: list[Manifest], after: list[Manifest]) -> list[Manifest]:
+    """The Services of a release after an upgrade: the new ones, and old ones that Helm was told to keep."""
+    names = {one["metadata"]["name"] for one in of_kind(after, "Service")}
+    kept = [one for one in of_kind(before, "Service") if one["metadata"]["name"] not in names]
+    policy = "helm.sh/resource-policy"
+    return of_kind(after, "Service") + [
+        one for one in kept if one["metadata"].get("annotations", {}).get(policy) == "keep"
+    ]
+
+
+def behind(address: str, services: list[Manifest], workloads: list[Manifest]) -> list[Manifest]:
+    """The workloads whose pods a headless Service's name leads to: `SERVICE:PORT` or `HOST.SERVICE:PORT`."""
+    host, _, name = address.rpartition(":")[0].rpartition(".")
+    (service,) = [one for one in services if one["metadata"]["name"] == name]
+    assert service["spec"]["clusterIP"] == "None" and not service["spec"].get("publishNotReadyAddresses")
+    assert int(address.rpartition(":")[2]) == service["spec"]["ports"][0]["port"]
+    found = [one for one in workloads if selects(service["spec"]["selector"], pod_labels(one))]
+    # A StatefulSet gives each pod a host name of its own.
+    named = [one for one in found if one["kind"] == "Deployment" and pod(one)["spec"].get("subdomain") == name]
+    return [one for one in named if pod(one)["spec"]["hostname"] == host] if host else found
 
 
 def triggers(found: list[Manifest]) -> Iterator[tuple[str, str]]:

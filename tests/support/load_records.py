@@ -17,5 +17,8 @@ def row(index: int, start: float, arrivals: list[tuple[float, int]], kind: str =
         "start": start,
         "latency": arrivals[-1][0] if arrivals else 1.0,
         "arrivals": arrivals,
-        "error": None if arrivals else "the server is gone",
+        "error": None if arrivals else "connection refused: 127.0.0.1:8001",
+        "failure": None if arrivals else "connection refused",
+        "counted": "server",
+        "ended_early": False,
     }

@@ -12,12 +12,13 @@ DEPLOY = Path(__file__).parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "inflight.json").read_text())
 ALERTS = yaml.safe_load((DEPLOY / "prometheus" / "inflight-alerts.yml").read_text())
 
-_WORDS = {"sum", "rate", "by", "min_over_time", "deriv", "histogram_quantile", "increase", "and", "or"}
+_FUNCTIONS = {"sum", "rate", "min_over_time", "deriv", "histogram_quantile", "increase", "absent"}
+_WORDS = _FUNCTIONS | {"by", "and", "or", "unless"}
 
 
 def expressions() -> list[tuple[str, str]]:
     """(title, expression) of all panels and alerts."""
-    panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    panels = [(panel["title"], target["expr"]) for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     return panels + [(rule["alert"], rule["expr"]) for group in ALERTS["groups"] for rule in group["rules"]]
 
 

@@ -6,6 +6,7 @@ Its streams accumulate, cancel and fail as `AsyncStream` does.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
@@ -28,6 +29,27 @@ def text(*parts: str, finish: str | None = "stop", prompt: int = 3, index: int =
         deltas[index] = ChoiceDelta(index=index, text=part, token_ids=[7], num_tokens=1, finish_reason=reason)
         chunks.append(StreamChunk(choices=deltas, num_input_tokens=prompt))
     return chunks
+
+
+def stats(generation_tokens: int = 0, engine: bool = True, **changes: Any) -> dict[str, Any]:
+    """The parts of an answer to the control request "stats" that the gateway reads, and some that it must not show."""
+    load = {
+        "running": 3,
+        "waiting": 1,
+        "blocks_used": 120,
+        "blocks_free": 392,
+        "prefix_queries_total": 1000,
+        "prefix_hits_total": 620,
+    }
+    return {
+        "state": "ready",
+        "reason": None,
+        "instance": "demo_0_0",
+        "checkpoint": "/secret/path",
+        "frontend": {"pid": 4711, "generation_tokens": generation_tokens},
+        "engine": {"pid": 4712, "load": load, "tenants": {"secret-tenant": {"running": 1}}} if engine else None,
+        **changes,
+    }
 
 
 class ScriptedStream:
@@ -83,8 +105,11 @@ class ScriptedClient:
     Attributes:
         streams: of all requests so far.
         questions: options of all calls of `tokenize`.
+        admin_keys: of all questions for the state.
         inputs: names of the inputs of each model.
         info: the result of `model_info`.
+        stats: the answer to the control request "stats", or the error that it raises.
+        is_live: the server answers.
     """
 
     def __init__(self, answer: Callable[[GenerationRequest], Script], models: Iterable[str] = ("demo",)) -> None:
@@ -102,6 +127,9 @@ class ScriptedClient:
         }
         self.streams: list[ScriptedStream] = []
         self.questions: list[dict[str, Any]] = []
+        self.stats: dict[str, Any] | Exception = stats()
+        self.admin_keys: list[str | None] = []
+        self.is_live = True
         self.is_ready = True
         self.is_silent = False  # as a model whose stub process is stopped
 
@@ -143,6 +171,18 @@ class ScriptedClient:
         if any(token_id > 0x10FFFF for token_id in token_ids):
             raise InvalidRequestError("input_ids: 2000000 is not in the vocabulary")
         return "".join(map(chr, token_ids))
+
+    async def health(self) -> bool:
+        return self.is_live
+
+    async def control(
+        self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None
+    ) -> str:
+        assert name == "stats"
+        self.admin_keys.append(admin_key)
+        if isinstance(self.stats, Exception):
+            raise self.stats
+        return json.dumps({**self.stats, "model": model})
 
     async def ready(self, model: str) -> bool:
         return self.is_ready

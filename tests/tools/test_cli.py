@@ -105,6 +105,11 @@ def test_wrong_usage_is_one_line_and_status_2(
             ["--model-repository", ".", "--max-num-seqs", "4"],
             "--max-num-seqs cannot be combined with --model-repository",
         ),
+        (
+            ["--model-repository", ".", "--otlp-traces-endpoint", "http://collector:4318"],
+            "--otlp-traces-endpoint cannot be combined with --model-repository; edit the model.json there",
+        ),
+        (["--model", "a/b", "--otlp-traces-endpoint", "collector:4317"], "give a URL of a collector"),
     ]:
         monkeypatch.chdir(tmp_path)
         result = CliRunner().invoke(cli.app, ["serve", *arguments])
@@ -303,10 +308,11 @@ def _ready(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     """Process id and addresses of the server, and the address of its gateway, once it is ready."""
     assert process.stdout is not None
     pid, front, said = int(process.stdout.readline()), process.stdout.readline(), process.stdout.readline()
-    assert front.startswith("ready: OpenAI's API at http://127.0.0.1:")
+    gateway = re.match(r"ready: OpenAI's API at (http://127.0.0.1:\d+)/v1 and a page for browsers at (\S+)/$", front)
+    assert gateway is not None and gateway[1] == gateway[2], front
     address = re.match(r"ready: HTTP (127.0.0.1:\d+), gRPC (\S+), metrics (\S+);", said)
     assert address is not None, said
-    return pid, said, front.split()[-1].removesuffix("/v1")
+    return pid, said, gateway[1]
 
 
 def _hanging_request(address: str) -> subprocess.Popen[str]:
@@ -354,12 +360,17 @@ def test_serve_starts_a_gateway_beside_the_server(repository: Path, servers: lis
     arguments = ["serve", "--model-repository", str(repository), "--openai-port", "0", "--openai-workers", "2"]
     keyed = ["--api-key", "one-key", "--api-key-file", str(keys), "--tool-call-parser", "hermes"]
     asked = ["--strict", "--allowed-origin", "https://page.example", "--admin-key", "a-key-of-16-chars"]
+    asked += ["--otlp-traces-endpoint", "http://collector"]
     assert CliRunner().invoke(cli.app, [*arguments, *keyed, *asked]).exit_code == 0
     beside = servers[0].options["gateway"]
+    assert beside._options.otlp_traces_endpoint == "http://collector"
     assert beside._options.strict and beside._options.cors_origins == ("https://page.example",)
     assert beside._options.api_keys == ("one-key", "file-key") and beside._options.tool_call_parser == "hermes"
     assert beside._options.headers == {"triton-grpc-protocol-inflight-admin-key": "a-key-of-16-chars"}
+    assert beside._options.page and beside._options.admin_key == "a-key-of-16-chars"
     assert beside._server.workers == 2 and beside._server.port > 0 and str(beside._server.port) in beside.url
+    assert CliRunner().invoke(cli.app, [*arguments, "--no-page"]).exit_code == 0
+    assert servers[1].options["gateway"].page_url is None
     keys.write_text("# none\n")
     ended = CliRunner().invoke(cli.app, [*arguments, "--api-key-file", str(keys)])
     assert ended.exit_code == 2 and "has no keys" in ended.output

@@ -33,6 +33,22 @@ def test_options_for_a_pod(started: list[tuple[Any, Any]]) -> None:
     assert (server.exit_timeout, options.triton_metrics, options.open_metrics) == (65, url, True)
 
 
+def test_the_page_can_be_turned_off(started: list[tuple[Any, Any]]) -> None:
+    shown = CliRunner().invoke(APP, ["--port", "0", "--admin-key", "a-key-of-16-chars"])
+    plain = CliRunner().invoke(APP, ["--port", "0", "--no-page"])
+    (with_page, server), (without, _) = started
+    assert with_page.page and with_page.admin_key == "a-key-of-16-chars"
+    assert f"a page for browsers at http://127.0.0.1:{server.port}/" in shown.output
+    assert not without.page and without.admin_key == "" and "page" not in plain.output
+
+
+def test_spans_go_to_a_collector(started: list[tuple[Any, Any]]) -> None:
+    assert CliRunner().invoke(APP, ["--port", "0", "--otlp-traces-endpoint", "http://collector:4318"]).exit_code == 0
+    assert started[0][0].otlp_traces_endpoint == "http://collector:4318"
+    ended = CliRunner().invoke(APP, ["--otlp-traces-endpoint", "collector:4317"])
+    assert ended.exit_code == 2 and "give a URL of a collector" in ended.output
+
+
 def test_a_wrong_address_of_metrics_ends_it(started: list[tuple[Any, Any]]) -> None:
     ended = CliRunner().invoke(APP, ["--triton-metrics", "127.0.0.1:8002"])
     assert ended.exit_code == 2 and "expected a URL such as http://127.0.0.1:8002/metrics" in ended.output

@@ -25,6 +25,8 @@ from inflight_tools.gateway import (
     AllowedOrigin,
     ApiKey,
     ApiKeyFile,
+    NoPage,
+    OtlpTracesEndpoint,
     Strict,
     TrustRequestChatTemplate,
     gateway,
@@ -156,6 +158,8 @@ def serve(
     allowed_hosts: AllowedHosts = None,
     strict: Strict = False,
     trust_request_chat_template: TrustRequestChatTemplate = False,
+    no_page: NoPage = False,
+    otlp_traces_endpoint: OtlpTracesEndpoint = "",
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
@@ -193,10 +197,14 @@ def serve(
                 fail("--load-model requires --model-repository", status=2)
             if trust_request_chat_template:
                 options["trust_request_chat_template"] = True
+            options["otlp_traces_endpoint"] = otlp_traces_endpoint or None
             with _usage_errors():
                 write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
         else:
-            _reject_with_repository({"model": model, "name": name, **options, "set": set_})
+            traces = otlp_traces_endpoint or None if openai_port is None else None
+            _reject_with_repository(
+                {"model": model, "name": name, **options, "set": set_, "otlp_traces_endpoint": traces}
+            )
             with _usage_errors():
                 check_repository(model_repository)
         server = _server(
@@ -229,6 +237,8 @@ def serve(
                     allowed_hosts=tuple(allowed_hosts or ()),
                     strict=strict,
                     trust_request_chat_template=trust_request_chat_template,
+                    page=not no_page,
+                    otlp_traces_endpoint=otlp_traces_endpoint,
                 )
         run_in_foreground(server, timeout, beside, stub_timeout or None, ServerOutput(verbose))
 

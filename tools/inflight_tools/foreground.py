@@ -51,7 +51,8 @@ def run_in_foreground(
         if gateway is not None:
             stack.callback(gateway.stop)  # before the server, so that its open requests can finish
             gateway.start(server.grpc_address, check)
-            typer.echo(f"ready: OpenAI's API at {gateway.url}")
+            page = f" and a page for browsers at {gateway.page_url}" if gateway.page_url else ""
+            typer.echo(f"ready: OpenAI's API at {gateway.url}{page}")
         typer.echo(
             f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
             f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"

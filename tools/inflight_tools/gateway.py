@@ -20,6 +20,8 @@ __all__ = [
     "AllowedOrigin",
     "ApiKey",
     "ApiKeyFile",
+    "NoPage",
+    "OtlpTracesEndpoint",
     "Strict",
     "TrustRequestChatTemplate",
     "gateway",
@@ -53,13 +55,21 @@ TrustRequestChatTemplate = Annotated[
         help="Take chat templates from requests, which are programs; with `trust_request_chat_template` of the model.",
     ),
 ]
+OtlpTracesEndpoint = Annotated[
+    str,
+    typer.Option(metavar="URL", help="Collector that gets spans as OTLP over HTTP, such as http://127.0.0.1:4318."),
+]
 Strict = Annotated[bool, typer.Option("--strict", help="Refuse requests with unknown keys: 400 instead of a warning.")]
+NoPage = Annotated[bool, typer.Option("--no-page", help="Serve no page for browsers at /, only the API.")]
 
 
 def gateway(
     triton: Annotated[
         list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="gRPC address of a Triton; repeatable, the preferred one first."),
+        typer.Option(
+            metavar="[MODEL=]HOST:PORT",
+            help="gRPC address of a Triton; repeatable, the preferred one first.  MODEL=: for this model alone.",
+        ),
     ] = None,
     routing: Annotated[
         str,
@@ -111,6 +121,7 @@ def gateway(
     triton_metrics: Annotated[
         str, typer.Option(metavar="URL", help="Triton's metrics, which /metrics shows beside the gateway's own.")
     ] = "",
+    otlp_traces_endpoint: OtlpTracesEndpoint = "",
     open_metrics: Annotated[bool, typer.Option("--open-metrics", help="Ask for no key at /metrics and /load.")] = False,
     enable_tokenizer_info_endpoint: Annotated[
         bool, typer.Option("--enable-tokenizer-info-endpoint", help="Answer /tokenizer_info, with the chat template.")
@@ -122,6 +133,7 @@ def gateway(
             "the tokenizer; 'none' refuses them."
         ),
     ] = "",
+    no_page: NoPage = False,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log a line for each request.")] = False,
     exit_timeout: Annotated[
         int, typer.Option(min=0, help="Seconds that open requests have to finish on SIGTERM; streams can need more.")
@@ -129,11 +141,12 @@ def gateway(
     admin_key: Annotated[
         str | None,
         typer.Option(
-            envvar=admin.ENVIRONMENT, help="Triton's admin key: without it a restricted server lists no models."
+            envvar=admin.ENVIRONMENT,
+            help="Triton's admin key: without it a restricted server lists no models, and the page shows no load.",
         ),
     ] = None,
 ) -> None:
-    """Serve OpenAI's API in front of one Triton, or of several that serve the same models.
+    """Serve OpenAI's API in front of one Triton, of several that serve the same models, or of several for each model.
 
     Examples: `inflight gateway --triton 127.0.0.1:8001`, `inflight gateway --triton a:8001 --triton b:8001 --routing
     prefix --host 0.0.0.0 --api-key-file keys`.
@@ -163,9 +176,12 @@ def gateway(
         strict=strict,
         trust_request_chat_template=trust_request_chat_template,
         triton_metrics=triton_metrics,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         open_metrics=open_metrics,
         enable_tokenizer_info_endpoint=enable_tokenizer_info_endpoint,
         fim_template=fim_template,
+        page=not no_page,
+        admin_key=admin_key or "",
     )
     from inflight_gateway.server import ServerOptions, run
 
@@ -185,7 +201,8 @@ def gateway(
     with stop_signals(), one_line_errors():
         chosen = _listening_port(host, port)
         where = f"{scheme}://{host}:{chosen}/v1"
-        typer.echo(f"OpenAI's API at {where}, in front of {', '.join(options.triton)}; Ctrl-C stops it")
+        page = f" and a page for browsers at {scheme}://{host}:{chosen}/" if options.page else ""
+        typer.echo(f"OpenAI's API at {where}{page}, in front of {', '.join(options.triton)}; Ctrl-C stops it")
         run(options, dataclasses.replace(server, port=chosen))
 
 

@@ -49,6 +49,11 @@ class GatewayProcess:
         scheme = "http" if self._server.ssl_keyfile is None else "https"
         return f"{scheme}://{host}:{self._server.port}/v1"
 
+    @property
+    def page_url(self) -> str | None:
+        """The page for browsers; None if it is turned off."""
+        return self.url.removesuffix("v1") if self._options.page else None
+
     def start(self, triton: str, check: Callable[[], None] = lambda: None) -> None:
         """Start it in front of `triton` (host:port) and wait until it answers.
 

@@ -65,7 +65,7 @@ def gateway_beside(admin_key: str | None, address: OpenAIAddress, **values: Any)
     if not address.is_asked_for and importlib.util.find_spec(_NEEDED) is None:
         typer.echo("without OpenAI's API, which needs: pip install 'triton-inflight[gateway]'", err=True)
         return None
-    options = gateway_options(headers=admin.grpc_metadata(admin_key), **values)
+    options = gateway_options(headers=admin.grpc_metadata(admin_key), admin_key=admin_key or "", **values)
     host = address.host or (_HOST if address.port is None else address.server_host)
     try:
         port = _free_port(host, _PORT if address.port is None else address.port, address.server_ports)

@@ -16,9 +16,11 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
     Attributes:
         rope_length: sequence length that a length-dependent rotary embedding is chosen by (`rope_scaling.py`); 0: the
             checkpoint has none.
+        traced: the frontend makes spans of the request (`request_times.py`).
     """
 
     rope_length: int = 0
+    traced: bool = False
 
 
 class RequestChoice(Protocol):

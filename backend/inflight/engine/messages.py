@@ -28,6 +28,7 @@ __all__ = [
     "Question",
     "RequestFailed",
     "SequenceDelta",
+    "SequenceTimes",
     "Shutdown",
     "StepMessage",
     "StepStats",
@@ -110,6 +111,21 @@ class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):
     question: Question
 
 
+class SequenceTimes(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The life of a sequence in this engine process so far.
+
+    Attributes:
+        admitted: `time.monotonic()` seconds when it first got a slot.
+        prefill_steps, decode_steps: steps in which it computed tokens of its prompt, and later ones.
+        preemptions: how often it lost its slot and blocks, and got them back.
+    """
+
+    admitted: float
+    prefill_steps: int
+    decode_steps: int
+    preemptions: int
+
+
 class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     """The output of one step for one sequence.  Never part of a cycle, so the garbage collector need not track it.
 
@@ -124,6 +140,7 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
         prompt_logprobs: of prompt tokens computed in this step, in order; the entry of a prompt's first token is empty.
             Those of a long prompt come in several deltas.  Only the first of the n sequences to run has them.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
+        times: of a traced request, on its first and its last delta.
     """
 
     request_id: int
@@ -134,6 +151,7 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     logprobs: Logprobs | None = None
     prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int | None = None
+    times: SequenceTimes | None = None
 
 
 class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -202,6 +220,11 @@ class StepMessage(msgspec.Struct, array_like=True, tag=11, frozen=True):
     tokens: TokenColumns = TokenColumns()
     failed: list[RequestFailed] = []
     leads: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """New output tokens, of all sequences."""
+        return len(self.tokens.token_ids) + sum(len(delta.token_ids) for delta in self.full_deltas)
 
     @property
     def deltas(self) -> list[SequenceDelta]:

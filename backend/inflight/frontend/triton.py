@@ -14,8 +14,11 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.errors import ErrorCode
 from inflight.frontend.operator.metric_specs import MetricSpec
 from inflight.frontend.operator.metrics import Metrics, NoMetrics
+from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.heap_trim import HeapTrim
+from inflight.frontend.output.output_processor import StatsSink
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
+from inflight.frontend.request.trace_context import below_server_span
 from inflight.vllm_options import BACKEND
 
 __all__ = [
@@ -25,6 +28,7 @@ __all__ = [
     "checks_health",
     "complete_config",
     "create_metrics",
+    "create_spans",
     "log",
     "name_log",
     "output_layout",
@@ -125,11 +129,18 @@ def check_numpy() -> None:
         )
 
 
-def read_request(request: Any) -> WireRequest:
-    """Inputs, parameters and timeout of a Triton request."""
+def read_request(request: Any, with_trace: bool = False) -> WireRequest:
+    """Inputs, parameters and timeout of a Triton request.
+
+    Args:
+        with_trace: make Triton's own span, if there is one, the parent of the request's.
+    """
+    parameters = json.loads(request.parameters() or "{}")
+    if with_trace and (context := request.trace().get_context()):  # only with --trace-config mode=opentelemetry
+        parameters = below_server_span(parameters, json.loads(context))
     return WireRequest(
         inputs={tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-        parameters=json.loads(request.parameters() or "{}"),
+        parameters=parameters,
         timeout_us=request.timeout(),
         request_id=request.request_id(),
     )
@@ -218,6 +229,17 @@ def _never_deleted(triton_object: Any) -> Any:
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(triton_object))
     return triton_object
+
+
+def create_spans(config: EngineConfig, sink: StatsSink, model: str) -> RequestSpans | None:
+    """Exports spans of requests if `model.json` says where to; None: it does not.
+
+    Raises:
+        ConfigError: OpenTelemetry's SDK is missing.
+    """
+    if config.otlp_traces_endpoint is None:
+        return None
+    return RequestSpans(sink, make_provider(config), model, lambda line: log("error", line))
 
 
 class _Metric:

@@ -154,8 +154,8 @@ class _Reader:
             self._finish_item()
             self._groups = [self._alternative(self._new_part())]
         start = _SPACE.match(grammar, found.end()).end()  # type: ignore[union-attr]  # it matches anything
-        if self._has_bad_json or grammar[start : start + 1] != "{":
-            return found.end()
+        if self._has_bad_json or found["directive"] == "%lark" or grammar[start : start + 1] != "{":
+            return found.end()  # a grammar in braces is read like its surroundings
         try:
             value, end = json.JSONDecoder().raw_decode(grammar, start)
         except (ValueError, RecursionError):

@@ -40,10 +40,10 @@ def checked_schema(schema: Any, additional_properties: bool) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise ValueError("the JSON Schema must be an object, or true")
-    if "x-guidance" in schema:
-        raise ValueError("x-guidance is not supported in a schema: use whitespace_pattern and the other options")
     schema = copy.deepcopy(schema)
     for part in all_schemas(schema):
+        if "x-guidance" in part:
+            raise ValueError("x-guidance is not supported in a schema: use whitespace_pattern and the other options")
         _check_minimum(part)
         _check_values(part)
         _check_patterns(part)

@@ -13,7 +13,7 @@ from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
-from inflight.in_process.outputs import RequestOutput
+from inflight.in_process.outputs import RequestOutput, RequestOutputKind
 from inflight.in_process.params import SamplingParams
 from inflight.in_process.prompts import Conversation, Prompt, read_chat, read_prompt
 
@@ -48,13 +48,15 @@ class AsyncLLM:
         return self.engine.config
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's whole output so far, whenever it has grown; steps made meanwhile come together.
+        """Yield the request's output so far, whenever it has grown; steps made meanwhile come together.
 
         Args:
             prompt: see `Prompt`.
-            sampling_params: None means the checkpoint's defaults (`generation_config`).
+            sampling_params: None means the checkpoint's defaults (`generation_config`).  `output_kind` chooses
+                between all output so far, only new output, and the last output.
+            request_id: the outputs carry it; None: a number.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -62,17 +64,19 @@ class AsyncLLM:
             RuntimeError: the engine is closed, or this process was forked from the one that made it.
         """
         read = await asyncio.to_thread(read_prompt, prompt, self.engine.tokenizer)
-        async for output in self._run(read, sampling_params):
+        async for output in self._run(read, sampling_params, request_id):
             yield output
 
     async def chat(
         self,
         messages: Conversation,
         sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
         *,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """As `generate`, for a conversation; the arguments are those of `LLM.chat`.
@@ -85,15 +89,18 @@ class AsyncLLM:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        engine = self.engine
-        read = await asyncio.to_thread(lambda: read_chat(messages, options, engine.chat_template(), engine.tokenizer))
-        async for output in self._run(read, sampling_params):
+        engine, replaced = self.engine, chat_template is not None
+        read = await asyncio.to_thread(
+            lambda: read_chat(messages, options, engine.chat_template(replaced), engine.tokenizer)
+        )
+        async for output in self._run(read, sampling_params, request_id):
             yield output
 
     async def _run(
-        self, read: tuple[str | None, list[int]], sampling_params: SamplingParams | None
+        self, read: tuple[str | None, list[int]], sampling_params: SamplingParams | None, request_id: str | None
     ) -> AsyncIterator[RequestOutput]:
         stream = _Stream(asyncio.get_running_loop())
         params = self.engine.defaults if sampling_params is None else sampling_params
@@ -104,13 +111,18 @@ class AsyncLLM:
             submitted.add_done_callback(self._abort_submitted)
             raise
         self._steps.wake()
+        kind, sent = params.output_kind, request.result.without_output()
         try:
             finished = False
             while not finished:
                 output = await stream.next()
                 request.check()
-                yield output
                 finished = output.finished
+                if request_id is not None:
+                    output.request_id = request_id
+                if finished or kind is not RequestOutputKind.FINAL_ONLY:
+                    yield output.after(sent) if kind is RequestOutputKind.DELTA else output
+                sent = output
         finally:
             if not request.result.finished:
                 self.engine.abort_later(request)

@@ -14,7 +14,7 @@ from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
 from inflight.in_process.outputs import RequestOutput
 from inflight.in_process.params import SamplingParams
-from inflight.in_process.prompts import Conversation, Prompt, is_conversation, is_prompt, read_chat, read_prompt
+from inflight.in_process.prompts import Conversation, Prompt, is_conversation, is_prompt, listed, read_chat, read_prompt
 
 __all__ = ["LLM"]
 
@@ -82,6 +82,7 @@ class LLM:
         sampling_params: Params = None,
         *,
         use_tqdm: Progress = True,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one batch; results come in the order of the prompts.
 
@@ -89,15 +90,17 @@ class LLM:
             prompts: one or several, see `Prompt`.
             sampling_params: one for all prompts or one per prompt; None means `get_default_sampling_params()`.
             use_tqdm: see `Progress`.
+            priority: one per prompt; the option `scheduling_policy="priority"` serves smaller numbers sooner.
 
         Raises:
             ValueError: a prompt or parameter cannot be served, or exceeds `max_n` or `max_logprobs`; nothing has run.
             RequestError: a request failed in the engine; the others are aborted.
             RuntimeError: the LLM is closed, or this process was forked from the one that made it.
         """
+        prompts = listed(prompts)
         asked = [prompts] if is_prompt(prompts) else list(prompts)
         read = [read_prompt(prompt, self.tokenizer) for prompt in asked]  # before any of them runs
-        return self._wait_for(*self._submit(read, sampling_params), use_tqdm)
+        return self._wait_for(*self._submit(read, sampling_params, priority), use_tqdm)
 
     def chat(
         self,
@@ -108,11 +111,10 @@ class LLM:
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several, rendered by the checkpoint's chat template.
-
-        The option `chat_template` of the LLM replaces the template.
 
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
@@ -120,6 +122,7 @@ class LLM:
             tools: as in OpenAI's API; they reach templates that know tools.
             add_generation_prompt: end the prompt where the assistant's answer begins.
             continue_final_message: go on with the last message instead.
+            chat_template: Jinja source that replaces the template; the option of this name does so for all calls.
             chat_template_kwargs: further variables of the template.
 
         Raises:
@@ -131,9 +134,10 @@ class LLM:
             "tools": tools,
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             "continue_final_message": continue_final_message,
+            "chat_template": chat_template,
             "chat_template_kwargs": chat_template_kwargs,
         }
-        template = self.engine.chat_template()
+        template = self.engine.chat_template(chat_template is not None)
         read = [read_chat(conversation, options, template, self.tokenizer) for conversation in conversations]
         return self._wait_for(*self._submit(read, sampling_params), use_tqdm)
 
@@ -166,15 +170,17 @@ class LLM:
         return f"LLM({self.engine.description()})"
 
     def _submit(
-        self, read: Sequence[tuple[str | None, list[int]]], params: Params
+        self, read: Sequence[tuple[str | None, list[int]]], params: Params, priority: Sequence[int] | None = None
     ) -> tuple[list[OpenRequest], deque[OpenRequest]]:
         """The open requests, and the queue that receives each of them whenever it has advanced."""
         if not isinstance(params, Sequence):
             params = [self.engine.defaults if params is None else params] * len(read)
         if len(params) != len(read):
             raise ValueError(f"{len(read)} prompts, but {len(params)} params: give one for all or one per prompt")
+        if priority is not None and len(priority) != len(read):
+            raise ValueError(f"{len(read)} prompts, but {len(priority)} priorities: give one per prompt")
         advanced: deque[OpenRequest] = deque()
-        return self.engine.submit(read, params, advanced.append), advanced
+        return self.engine.submit(read, params, advanced.append, priority), advanced
 
     def _wait_for(
         self, requests: list[OpenRequest], advanced: deque[OpenRequest], use_tqdm: Progress

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
 from inflight.engine.core import EngineCore
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
+from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
@@ -31,6 +32,8 @@ from inflight.in_process.turns import InterruptLater, TurnLock
 from inflight.runner.pipeline import make_runner, placed
 
 __all__ = ["LocalEngine", "OpenRequest"]
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,7 +63,7 @@ class OpenRequest:
             if delta.num_cached_tokens is not None:
                 self.result.num_cached_tokens = delta.num_cached_tokens
             if delta.prompt_logprobs is not None:
-                named = named_logprobs(delta.prompt_logprobs, self.tokenizer)
+                named = [place or None for place in named_logprobs(delta.prompt_logprobs, self.tokenizer)]
                 self.result.prompt_logprobs = [*(self.result.prompt_logprobs or []), *named]
         output, sequence = self.result.outputs[delta.index], self.sequences[delta.index]
         if output.finish_reason is not None:
@@ -104,6 +107,8 @@ class LocalEngine:
         self.config = placed(config)
         if self.config.download_dir is not None:
             raise ConfigError(f"{caller}: download_dir is for Triton; set HF_HUB_CACHE before Python starts")
+        if self.config.otlp_traces_endpoint is not None:
+            raise ConfigError(f"{caller}: otlp_traces_endpoint is for requests through Triton; leave it out")
         self.tokenizer = Tokenizer.load(
             self.config.tokenizer_source,
             revision=self.config.tokenizer_source_revision,
@@ -122,7 +127,7 @@ class LocalEngine:
         self._pid = os.getpid()
         self._open: dict[int, OpenRequest] = {}
         self._turns = TurnLock()
-        self._interrupted = ""  # what left a turn half done
+        self._half_done = False  # since before a turn until its end
         self._closed = False
         self._unwanted: deque[int] = deque()
 
@@ -136,6 +141,7 @@ class LocalEngine:
         prompts: Sequence[tuple[str | None, list[int]]],
         params: Sequence[SamplingParams],
         advanced: Callable[[OpenRequest], None],
+        priorities: Sequence[int] | None = None,
     ) -> list[OpenRequest]:
         """Queue requests: all, or none.
 
@@ -143,57 +149,42 @@ class LocalEngine:
             prompts: text, if known, and token ids of each.
             params: one for each.
             advanced: see `OpenRequest`.
+            priorities: one for each, see `AddRequest`; None: all are 0.
 
         Raises:
             ValueError: a request cannot be served.
-            RuntimeError: see `_turn`.
+            RuntimeError: see `_in_turn`.
         """
         asked = []
-        for (text, token_ids), given in zip(prompts, params):
+        for (text, token_ids), given, priority in zip(prompts, params, priorities or itertools.repeat(0)):
             if not isinstance(given, SamplingParams):
                 raise ValueError(f"sampling_params of type {type(given).__name__}: give inflight.SamplingParams")
             sampling = engine_params(given, self.tokenizer, self._info.max_model_len - len(token_ids))
             self._limits.check_params(sampling)
-            asked.append((text, token_ids, sampling))
-        requests: list[OpenRequest] = []
-        refused = None
-        with self._turn():
-            for text, token_ids, sampling in asked:
-                request_id = next(self._ids)
-                wants_logprobs = sampling.logprobs is not None
-                request = ParsedRequest(AddRequest(request_id, token_ids, sampling), shows_logprobs=wants_logprobs)
-                refused = self.core.add_request(request.engine_request)
-                if refused is not None:
-                    self._end(requests)
-                    break
-                outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
-                result = RequestOutput(text, token_ids, outputs, request_id=str(request_id))
-                sequences = sequence_outputs(request, self.tokenizer)
-                opened = OpenRequest(request_id, result, sequences, self.tokenizer, advanced)
-                self._open[request_id] = opened
-                requests.append(opened)
-        if refused is not None:
-            raise ValueError(refused.message)
-        return requests
+            asked.append((text, token_ids, sampling, priority))
+        added = self._in_turn(lambda: self._add_all(asked, advanced))
+        if isinstance(added, RequestFailed):
+            raise ValueError(added.message)
+        return added
 
     def step(self) -> None:
         """One step for all open requests.
 
         Raises:
-            RuntimeError: see `_turn`.
+            RuntimeError: see `_in_turn`.
         """
-        with self._turn():
-            if self._open:
-                self._take(self.core.step())
-            only_holds = self.core.only_holds
-        if only_holds:
+        if self._in_turn(self._step):
             time.sleep(HELD_POLL_SECONDS)
 
     def abort(self, requests: Iterable[OpenRequest]) -> None:
-        """End requests now; ended ones are ignored."""
-        if not self._closed:
-            with self._turn():
-                self._end(requests)
+        """End requests now; ended ones are ignored.  From a finalizer within a turn: at the next one."""
+        if self._closed:
+            return
+        if self._has_turn_here(0):
+            for request in requests:
+                self.abort_later(request)
+        else:
+            self._in_turn(lambda: self._end(requests))
 
     def abort_later(self, request: OpenRequest) -> None:
         """End a request at the next turn, without waiting for one."""
@@ -210,9 +201,14 @@ class LocalEngine:
         )
 
     def close(self) -> None:
-        """Free the checkpoint's memory; open requests fail.  Safe to repeat."""
+        """Free the checkpoint's memory; open requests fail.  Safe to repeat.
+
+        Raises:
+            RuntimeError: the caller is within a turn.
+        """
         if self._closed:
             return
+        self._expect_no_turn_here(0)
         with self._turns:
             self._closed = True
             self._fail_all(f"{self.config.model} was closed")
@@ -221,53 +217,104 @@ class LocalEngine:
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 
-    def chat_template(self) -> ChatTemplate:
-        """The checkpoint's chat template, or the one that `chat_template` in the options gives."""
+    def chat_template(self, replaced: bool = False) -> ChatTemplate:
+        """The checkpoint's chat template, or the one that `chat_template` in the options gives.
+
+        Args:
+            replaced: the chat brings a template of its own, so that this one need not be usable.
+        """
         if self.chat is None:
             self.chat = ChatTemplate.load(
                 self.config.tokenizer_source,
                 revision=self.config.tokenizer_source_revision,
                 override=self.config.chat_template,
                 seconds=self.config.chat_template_timeout,
-                trusts_requests=self.config.trust_request_chat_template,
+                trusts_requests=True,  # they are this program's
             )
+        if not replaced:
             self.chat.check()
         return self.chat
 
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """One thread at a time; after an exception inside, the next turn makes the core anew.
+    def _in_turn(self, work: Callable[[], T]) -> T:
+        """One thread at a time.  After a turn that did not reach its end, the next one makes the core anew.
 
         Raises:
-            RuntimeError: this process was forked from the one that made the engine, or the engine is closed.
+            RuntimeError: this process was forked from the one that made the engine, the engine is closed, or the
+                caller is within a turn.
         """
         if os.getpid() != self._pid:
             raise RuntimeError(
                 f"this LLM belongs to the process that made it ({self._pid}): a forked one has none of its threads and "
                 'would hang; make the LLM there, in a process started with multiprocessing\'s "spawn" method'
             )
-        with self._turns, InterruptLater():
+        self._expect_no_turn_here(1)
+        with InterruptLater(), self._turns:
             if self._closed:
                 raise RuntimeError(f"this LLM is closed: make another one for {self.config.model}")
+            if self._half_done:
+                self._make_anew()
+            self._half_done = True
             try:
-                if self._interrupted:
-                    self._make_anew()
                 while self._unwanted:
                     self._end_ids([self._unwanted.popleft()])
-                yield
+                done = work()
             except BaseException as error:
-                self._interrupted = f"{type(error).__name__}: {error}".rstrip(": ")
-                self._fail_all(f"another request's step was interrupted by {self._interrupted}: send it again")
+                self._fail_interrupted(f"{type(error).__name__}: {error}".rstrip(": "))
                 raise
+            self._half_done = False
+            return done
+
+    def _expect_no_turn_here(self, besides: int) -> None:
+        if self._has_turn_here(besides):
+            raise RuntimeError("a signal handler or finalizer called this LLM in the middle of its step: call it later")
+
+    def _has_turn_here(self, besides: int) -> bool:
+        """Whether this thread is within a turn, or waits for one; `besides` callers of this method do not count."""
+        frame, found = sys._getframe(1), 0
+        while frame is not None:
+            if frame.f_code is LocalEngine._in_turn.__code__ and frame.f_locals["self"] is self:
+                found += 1
+            frame = frame.f_back  # type: ignore[assignment]
+        return found > besides
 
     def _make_anew(self) -> None:
+        self._fail_interrupted("an exception")  # what the interrupted turn left
         self._runner.forget_steps()
         self.core, self.trace = self._new_core()
-        self._interrupted = ""
 
     def _new_core(self) -> tuple[EngineCore, StepTrace | None]:
         trace = make_trace(self.config, self._runner.info.num_blocks)
         return make_core(self.config, self._runner, listeners=[] if trace is None else [trace]), trace
+
+    def _add_all(
+        self,
+        asked: Sequence[tuple[str | None, list[int], EngineParams, int]],
+        advanced: Callable[[OpenRequest], None],
+    ) -> list[OpenRequest] | RequestFailed:
+        requests: list[OpenRequest] = []
+        for text, token_ids, sampling, priority in asked:
+            request_id = next(self._ids)
+            wants_logprobs = sampling.logprobs is not None
+            request = ParsedRequest(
+                AddRequest(request_id, token_ids, sampling, priority), shows_logprobs=wants_logprobs
+            )
+            refused = self.core.add_request(request.engine_request)
+            if refused is not None:
+                self._end(requests)
+                return refused
+            outputs = [CompletionOutput(i, logprobs=[] if wants_logprobs else None) for i in range(sampling.n)]
+            result = RequestOutput(text, token_ids, outputs, request_id=str(request_id))
+            sequences = sequence_outputs(request, self.tokenizer)
+            opened = OpenRequest(request_id, result, sequences, self.tokenizer, advanced)
+            self._open[request_id] = opened
+            requests.append(opened)
+        return requests
+
+    def _step(self) -> bool:
+        """Whether nothing can run before something outside the engine."""
+        if self._open:
+            self._take(self.core.step())
+        return self.core.only_holds
 
     def _take(self, message: StepMessage) -> None:
         advanced: dict[int, OpenRequest] = {}
@@ -290,6 +337,9 @@ class LocalEngine:
         for request_id in request_ids:
             self.core.abort(request_id)
             self._open.pop(request_id, None)
+
+    def _fail_interrupted(self, cause: str) -> None:
+        self._fail_all(f"another request's step was interrupted by {cause}: send it again")
 
     def _fail_all(self, message: str) -> None:
         for request_id, request in self._open.items():

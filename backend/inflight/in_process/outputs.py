@@ -4,11 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 from inflight.engine.logprobs import TokenLogprobs
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["CompletionOutput", "Logprob", "RequestOutput", "TokenLogprobDict", "named_logprobs"]
+__all__ = [
+    "CompletionOutput",
+    "Logprob",
+    "RequestOutput",
+    "RequestOutputKind",
+    "TokenLogprobDict",
+    "named_logprobs",
+]
+
+
+class RequestOutputKind(Enum):
+    """The outputs that `AsyncLLM` yields: all so far each time, what is new each time, or the last one alone."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,19 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[TokenLogprobDict] | None = None
 
+    def finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.finish_reason is not None
+
+    def after(self, earlier: CompletionOutput) -> CompletionOutput:
+        """This output without what an earlier state of it has."""
+        return replace(
+            self,
+            text=self.text[len(earlier.text) :],
+            token_ids=self.token_ids[len(earlier.token_ids) :],
+            logprobs=None if self.logprobs is None else self.logprobs[len(earlier.logprobs or ()) :],
+        )
+
 
 @dataclass
 class RequestOutput:
@@ -76,20 +105,28 @@ class RequestOutput:
     Attributes:
         request_id: unique among the requests of this engine.
         prompt: the prompt's text; None if it was given as token ids.
-        prompt_logprobs: one dict for each prompt token, if they were requested; the first is empty.
+        prompt_logprobs: one dict for each prompt token, if they were requested; None for the first one.
         num_cached_tokens: prompt tokens served by the prefix cache.
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    prompt_logprobs: list[TokenLogprobDict] | None = None
+    prompt_logprobs: list[TokenLogprobDict | None] | None = None
     num_cached_tokens: int = 0
     request_id: str = ""
 
     @property
     def finished(self) -> bool:
         return all(output.finish_reason is not None for output in self.outputs)
+
+    def after(self, earlier: RequestOutput) -> RequestOutput:
+        """This output without what an earlier state of it has."""
+        return replace(self, outputs=[output.after(before) for output, before in zip(self.outputs, earlier.outputs)])
+
+    def without_output(self) -> RequestOutput:
+        """As it was before its first token."""
+        return replace(self, outputs=[CompletionOutput(output.index) for output in self.outputs])
 
     def snapshot(self) -> RequestOutput:
         """A copy that later steps leave alone."""

@@ -6,6 +6,7 @@ import math
 import operator
 import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import is_dataclass
 from typing import Any, Union
 
 import msgspec
@@ -16,6 +17,7 @@ from inflight.frontend.request.structured_outputs import structured_outputs
 from inflight.frontend.request.values import to_logit_bias
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.grammars.spec import GrammarSpec
+from inflight.in_process.outputs import RequestOutputKind
 
 __all__ = ["SamplingParams", "engine_params"]
 
@@ -32,8 +34,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logprobs, prompt_logprobs: True is 1.
         seed: None and -1 are a random one.
         structured_outputs: what the output must match: what `inflight.grammar` returns, or its keys in a dict, such as
-            `{"regex": r"\\d+"}`.
+            `{"regex": r"\\d+"}`, or vLLM's `StructuredOutputsParams`.
         grammar: the same under its older name; give one of the two.
+        output_kind: the outputs that `AsyncLLM` yields; `LLM` returns the last ones.
+        spaces_between_special_tokens, skip_reading_prefix_cache, extra_args: vLLM's, with their defaults only.
 
     Raises:
         ValueError: a value has the wrong type or is out of range; the message names it and says what is allowed.
@@ -64,6 +68,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     seed: Union[int, None] = None
     skip_special_tokens: bool = True
     detokenize: bool = True
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    spaces_between_special_tokens: bool = True
+    skip_reading_prefix_cache: Union[bool, None] = None
+    extra_args: Union[Mapping[str, Any], None] = None
 
     def __post_init__(self) -> None:
         for name, (read, allowed) in _FIELDS.items():
@@ -79,6 +87,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         msgspec.structs.force_setattr(self, "structured_outputs", _constraint(self.structured_outputs, self.grammar))
         msgspec.structs.force_setattr(self, "grammar", None)
         EngineParams(**_shared(self)).validate()
+
+    def clone(self) -> SamplingParams:
+        """These parameters: they cannot be changed.  `msgspec.structs.replace(params, n=2)` makes other ones."""
+        return self
 
 
 def engine_params(params: SamplingParams, tokenizer: Tokenizer, room: int) -> EngineParams:
@@ -114,6 +126,8 @@ def _constraint(value: Any, older: Any) -> GrammarSpec | None:
     if value is not None and older is not None:
         raise ValueError("structured_outputs and grammar both constrain the output: give one of them")
     value = older if value is None else value
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {key: one for key, one in vars(value).items() if not key.startswith("_") and one not in (None, False)}
     if value is None or isinstance(value, GrammarSpec):
         return value
     try:
@@ -145,6 +159,20 @@ def _flag(value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError
     return value
+
+
+def _output_kind(value: Any) -> RequestOutputKind:
+    """Also vLLM's own, and their numbers."""
+    return RequestOutputKind(_integer(getattr(value, "value", value)))
+
+
+def _only(*allowed: Any) -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if not any(value is one for one in allowed):
+            raise ValueError
+        return value
+
+    return read
 
 
 def _texts(value: Any) -> list[str]:
@@ -186,6 +214,10 @@ _FIELDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
     **dict.fromkeys(("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "detokenize"), _FLAG),
     **dict.fromkeys(("stop", "bad_words"), _TEXTS),
+    "output_kind": (_output_kind, "a RequestOutputKind, or 0 (cumulative), 1 (delta) or 2 (final only)"),
+    "spaces_between_special_tokens": (_only(True), "True"),
+    "skip_reading_prefix_cache": (_only(None, False), "None or False; enable_prefix_caching=False is for all requests"),
+    "extra_args": (_only(None), "None: no rule here reads them"),
     "stop_token_ids": _IDS,
     "allowed_token_ids": (_or(lambda: None, _ids), _IDS[1]),
     "bad_words_ids": (_or(list, _words), "a list of lists of token ids or None"),

@@ -9,7 +9,7 @@ from typing import Any, Union
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["Conversation", "Prompt", "is_conversation", "is_prompt", "read_chat", "read_prompt"]
+__all__ = ["Conversation", "Prompt", "is_conversation", "is_prompt", "listed", "read_chat", "read_prompt"]
 
 # A text; token ids; or one of the two in a dict, as vLLM's `TextPrompt` and `TokensPrompt`:
 # {"prompt": "..."} or {"prompt_token_ids": [...]}, where "prompt" can accompany the ids for the record.
@@ -17,6 +17,11 @@ Prompt = Union[str, Sequence[int], Mapping[str, Any]]
 
 # Messages such as {"role": "user", "content": "..."}, as in OpenAI's API.
 Conversation = Sequence[Mapping[str, Any]]
+
+
+def listed(value: Any) -> Any:
+    """An array of numpy or torch as lists; anything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_prompt(value: Any) -> bool:
@@ -32,6 +37,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int
     Raises:
         ValueError: it is no prompt, or a text although there is no tokenizer.
     """
+    prompt = listed(prompt)
     if isinstance(prompt, str):
         return prompt, tokenizer.encode(prompt)
     if isinstance(prompt, Mapping):
@@ -82,6 +88,7 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str 
 
 def _ids(name: str, value: Any) -> list[int]:
     try:
+        value = listed(value)
         if isinstance(value, (str, bytes, Mapping)):
             raise TypeError
         ids = [int(entry) for entry in value]

@@ -15,28 +15,30 @@ class TurnLock:
     """A lock that goes to the thread that has waited longest.
 
     A thread that steps an engine gives its lock back and takes it again at once; `threading.Lock` would let it, and the
-    others would wait for ever.
+    others would wait for ever.  A thread that still holds the lock takes it again: an exception of a signal handler can
+    reach `__exit__` before its first line.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
-        self._held = False
-        self._waiting: deque[threading.Lock] = deque()
+        self._owner: int | None = None
+        self._waiting: deque[tuple[int, threading.Lock]] = deque()
 
     def __enter__(self) -> None:
+        me = threading.get_ident()
         with self._mutex:
-            if not self._held:
-                self._held = True
+            if self._owner in (None, me):
+                self._owner = me
                 return
             gate = threading.Lock()
             gate.acquire()
-            self._waiting.append(gate)
+            self._waiting.append((me, gate))
         try:
             gate.acquire()
         except BaseException:  # an interrupt: the turn goes to the next thread
             with self._mutex:
-                if gate in self._waiting:
-                    self._waiting.remove(gate)
+                if (me, gate) in self._waiting:
+                    self._waiting.remove((me, gate))
                     raise
             self.__exit__()
             raise
@@ -44,9 +46,10 @@ class TurnLock:
     def __exit__(self, *exception: Any) -> None:
         with self._mutex:
             if self._waiting:
-                self._waiting.popleft().release()
+                self._owner, gate = self._waiting.popleft()
+                gate.release()
             else:
-                self._held = False
+                self._owner = None
 
 
 class InterruptLater:
@@ -63,6 +66,9 @@ class InterruptLater:
         if threading.current_thread() is not threading.main_thread():
             return
         handler = signal.getsignal(signal.SIGINT)
+        unfinished = getattr(handler, "__self__", None)  # one whose `__exit__` an exception has cut short
+        if isinstance(unfinished, InterruptLater):
+            handler = unfinished._handler
         if callable(handler):
             self._handler = handler
             signal.signal(signal.SIGINT, self._receive)
@@ -70,11 +76,10 @@ class InterruptLater:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        handler, self._handler = self._handler, None
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
             if self._received is not None:
-                handler(*self._received)
+                self._handler(*self._received)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         if self._received is None:

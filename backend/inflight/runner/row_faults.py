@@ -27,8 +27,10 @@ _OF_THE_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")  # after one of
 
 
 def _is_of_a_row(error: BaseException) -> bool:
-    """Whether one request can be the cause; Rust panics are no Exceptions."""
-    if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+    """Whether one request can be the cause: of a Rust panic, which is no Exception, but of no interrupt or timeout that
+    a signal handler raises."""
+    is_panic = type(error).__module__ == "pyo3_runtime"
+    if isinstance(error, TimeoutError) or not (isinstance(error, Exception) or is_panic):
         return False
     return not any(text in str(error) for text in _OF_THE_DEVICE)
 

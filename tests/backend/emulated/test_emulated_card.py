@@ -16,7 +16,10 @@ from emulated_card import Card, emulated_card, is_emulated
 from torch import Tensor, nn
 from torch.utils._device import _device_constructors
 
-CUDA = torch.device("cuda")
+from inflight.kernels.gpu import gpu_pdl
+from inflight.kernels.gpu.gpu_ops import GpuOps
+
+CUDA, CUDA0 = torch.device("cuda"), torch.device("cuda:0")
 MIB = 2**20
 
 
@@ -214,6 +217,61 @@ def test_grids_have_limits(card: Card) -> None:
     x = on_card(1.0)
     with pytest.raises(RuntimeError, match="invalid argument"):
         double_kernel[(1, 65536)](x, x, 1, BLOCK=4)
+
+
+# -- kernels that start before the one before them has ended ------------------------------------
+
+
+@triton.jit
+def dependent_kernel(source, target, FIRST: tl.constexpr, LAST: tl.constexpr, ROWS: tl.constexpr):
+    if FIRST:
+        gpu_pdl.begin(True)
+    if tl.program_id(0) < ROWS:
+        tl.store(target + tl.program_id(0), 2 * tl.load(source + tl.program_id(0)))
+    if LAST:
+        gpu_pdl.begin(True)
+
+
+def test_dependent_kernels_wait_before_they_access_memory(card: Card) -> None:
+    x, y = on_card(1.0, 2.0), torch.empty(2, device=CUDA)
+    for _ in range(2):  # recorded, and from the record
+        dependent_kernel[(2,)](x, y, True, False, 2, launch_pdl=True)
+        dependent_kernel[(2,)](y, x, True, False, 2, launch_pdl=True)
+    assert x.tolist() == [16.0, 32.0]
+    dependent_kernel[(2,)](x, y, False, True, 2)
+    assert y.tolist() == [32.0, 64.0], "without launch_pdl it starts when the kernel before it has ended"
+    dependent_kernel[(2,)](x, y, False, True, 2, launch_pdl=True)
+    with pytest.raises(RuntimeError, match="a race: a program wants to read before it waits"):
+        torch.cuda.synchronize()
+
+
+@triton.jit
+def idle_kernel(x, rows):
+    if tl.program_id(0) < rows:
+        gpu_pdl.begin(True)
+        tl.store(x + tl.program_id(0), 0.0)
+
+
+@pytest.mark.parametrize("rows", [0, 1])
+def test_every_program_of_a_dependent_kernel_waits(card: Card, rows: int) -> None:
+    """Also one without work: what follows is to wait for the kernels before this one, too."""
+    x = on_card(1.0, 2.0)
+    idle_kernel[(2,)](x, rows, launch_pdl=True)
+    with pytest.raises(RuntimeError, match="did not wait for the kernel before it"):
+        torch.cuda.synchronize()
+
+
+def test_older_cards_have_no_dependent_kernels() -> None:
+    with emulated_card(capability=(8, 9)):
+        x = on_card(1.0, 2.0)
+        with pytest.raises(RuntimeError, match=r"requires \.target sm_90"):
+            dependent_kernel[(2,)](x, x, True, False, 2, launch_pdl=True)
+
+
+def test_the_switch_launches_dependent_kernels(card: Card) -> None:
+    assert gpu_pdl.pdl_options(True) == {"PDL": True, "launch_pdl": True}
+    x, weight = torch.randn(3, 64, device=CUDA), torch.randn(64, device=CUDA)
+    assert torch.equal(GpuOps(launch_pdl=True).rms_norm(x, weight, 1e-6), GpuOps().rms_norm(x, weight, 1e-6))
 
 
 # -- memory -------------------------------------------------------------------------------------
@@ -419,6 +477,14 @@ def test_torchs_own_default_devices_hold() -> None:
         assert torch.tensor([]).device.type == "meta"
     with torch.device("meta"):
         assert torch.tensor([]).device.type == "meta"
+
+
+def test_a_card_can_be_the_default_device(card: Card) -> None:
+    with torch.device("cuda"):
+        assert torch.get_default_device() == torch.tensor([]).device == CUDA0
+        assert torch.tensor([1.0, 2.0]).tolist() == [1.0, 2.0]
+        assert torch.zeros(2).device == torch.as_tensor([3]).device == CUDA0
+    assert torch.tensor([]).device.type == "cpu"
 
 
 def test_random_numbers_have_a_seed_of_their_own(card: Card) -> None:

@@ -1,4 +1,4 @@
-"""The stub process loads no torch."""
+"""The stub process loads no torch, and OpenTelemetry only to export spans."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.frontend.chat.chat_template import ChatTemplate
 Tokenizer.load({checkpoint!r}).encode("text")
 ChatTemplate.load({checkpoint!r})
-heavy = sorted({{name.split(".")[0] for name in sys.modules}} & {{"torch", "transformers", "safetensors"}})
+names = {{"torch", "transformers", "safetensors", "opentelemetry"}}
+heavy = sorted({{name.split(".")[0] for name in sys.modules}} & names)
 assert not heavy, heavy
 assert not [name for name in sys.modules if name.startswith(("inflight.runner", "inflight.engine.core"))]
 """

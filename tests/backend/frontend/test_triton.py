@@ -245,3 +245,41 @@ def test_a_declared_type_decides_within_its_kind(bridge, name, data_type, must_b
     else:
         with pytest.raises(ConfigError, match=f"{name} is declared as {data_type} but must be {must_be}; remove it"):
             bridge.complete_config(config)
+
+
+TRACE, OTHER = "a" * 32, "c" * 32
+
+
+class Request:
+    """A Triton request with a client's context; `context` is that of Triton's own span, "" or None without one."""
+
+    def __init__(self, context: str | None) -> None:
+        self._context = context
+
+    def inputs(self) -> list:
+        return []
+
+    def parameters(self) -> str:
+        return f'{{"Traceparent": "00-{TRACE}-{"b" * 16}-01", "temperature": 0}}'
+
+    def timeout(self) -> int:
+        return 0
+
+    def request_id(self) -> str:
+        return ""
+
+    def trace(self) -> types.SimpleNamespace:
+        return types.SimpleNamespace(get_context=lambda: self._context)
+
+
+def test_tritons_own_span_is_the_parent_of_a_requests_within_the_clients_trace(bridge):
+    context = f'{{"traceparent": "00-{TRACE}-{"d" * 16}-01", "tracestate": ""}}'
+    lost = f'{{"traceparent": "00-{OTHER}-{"d" * 16}-01", "tracestate": ""}}'
+    assert bridge.read_request(Request(context), True).parameters == {
+        "traceparent": f"00-{TRACE}-{'d' * 16}-01",
+        "tracestate": "",
+        "temperature": 0,
+    }
+    for request, with_trace in [(lost, True), ("", True), (None, True), ("{}", True), (context, False)]:
+        parameters = bridge.read_request(Request(request), with_trace).parameters
+        assert parameters == {"Traceparent": f"00-{TRACE}-{'b' * 16}-01", "temperature": 0}

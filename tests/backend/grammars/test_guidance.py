@@ -62,6 +62,7 @@ def refused(**schema: Any) -> GrammarSpec:
         (refused(type="string", format="phone"), "phone"),
         (refused(**{"$ref": "https://example.com/schema"}), "example.com"),
         (refused(**{"x-guidance": {"lenient": True}, "not": {}}), "x-guidance is not supported"),
+        (refused(properties={"a": {"x-guidance": {"lenient": True}}}), "x-guidance is not supported"),
         (refused(type="object", minProperties=3), "minProperties=3 is not supported"),
         (refused(**{"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}), ""),
         (GrammarSpec("json_schema", "false"), "must be an object, or true"),
@@ -115,19 +116,22 @@ def test_sources_are_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_one_that_takes_too_long_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     import threading
 
-    release, real = threading.Event(), guidance.guidance_grammar
+    begun, release, real = threading.Event(), threading.Event(), guidance.guidance_grammar
 
     def slow(spec: GrammarSpec, names: dict[str, int]) -> str:
         if spec.text == "slow":
-            assert release.wait(60)
+            begun.set()
+            release.wait()
         return real(spec, names)
 
     monkeypatch.setattr(guidance, "guidance_grammar", slow)
+    monkeypatch.setattr(guidance, "_COMPILE_SECONDS", float("inf"))
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
     spec = GrammarSpec("regex", "slow")
     try:
         assert grammars.outcome(spec) is None
         assert outcome(grammars, DIGITS) == ""
+        begun.wait()
         assert grammars.outcome(spec) is None
         monkeypatch.setattr(guidance, "_COMPILE_SECONDS", 0.0)
         assert "was not compiled within" in (grammars.outcome(spec) or "")

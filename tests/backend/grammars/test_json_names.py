@@ -113,6 +113,14 @@ def test_the_json_of_a_lark_grammar_has_one_spelling_of_a_name(option: dict[str,
     assert grammar.accepts('%json {{"age": 1}>') is not bool(option)
 
 
+def test_the_json_behind_a_grammar_in_a_grammar_has_one_spelling_of_a_name() -> None:
+    schema = json.dumps({"type": "object", "properties": {"age": {"type": "integer"}}})
+    text = f'start: "<" inner ">" | last\ninner: %lark {{\nstart: %json {schema}\n}}\nlast: %json {schema}\n'
+    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}))
+    assert grammar.accepts('<{"age":1}>') and grammar.accepts('{"age":1}')
+    assert not grammar.accepts('<{"\\u0061ge":"x"}>') and not grammar.accepts('{"\\u0061ge":"x"}')
+
+
 def test_the_json_of_a_lark_grammar_is_checked() -> None:
     for schema, reason in [({"minProperties": 9}, "minProperties"), ({"enum": ["\x01"]}, "control character")]:
         with pytest.raises(ValueError, match=reason):

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
-from inflight import LLM, AsyncLLM, SamplingParams
+from inflight import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from inflight.engine.integrity import check_core
 from inflight.frontend.chat.chat_messages import ChatTemplateError
 
@@ -35,6 +36,38 @@ def async_llm() -> Iterator[AsyncLLM]:
     made = AsyncLLM(DEMO, **OPTIONS)
     yield made
     made.close()
+
+
+def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM) -> None:
+    async def run(kind: RequestOutputKind) -> list[RequestOutput]:
+        params = replace(GREEDY, output_kind=kind, logprobs=1, n=2)
+        return [output async for output in async_llm.generate(PROMPTS[0], params, "mine")]
+
+    cumulative, delta, final = (asyncio.run(run(kind)) for kind in RequestOutputKind)
+    assert len(cumulative) > 1 and len(final) == 1
+    assert {output.request_id for output in (*cumulative, *delta, *final)} == {"mine"}
+    for index, whole in enumerate(final[0].outputs):
+        assert whole.finished() and whole == cumulative[-1].outputs[index]
+        parts = [output.outputs[index] for output in delta]
+        assert "".join(part.text for part in parts) == whole.text
+        assert [token for part in parts for token in part.token_ids] == whole.token_ids
+        assert [place for part in parts for place in part.logprobs or ()] == whole.logprobs
+        assert (parts[-1].finish_reason, len(whole.token_ids)) == ("length", 12)
+
+
+def test_a_template_for_one_call(llm: LLM, async_llm: AsyncLLM) -> None:
+    template = "{{ messages[-1].content }} now"
+    (output,) = llm.chat(CHAT, GREEDY, chat_template=template)
+    assert output.prompt == "Return a list of now"
+    (usual,) = llm.chat(CHAT, GREEDY)
+    assert usual.prompt != output.prompt
+
+    async def run() -> RequestOutput:
+        return await last(async_llm.chat(CHAT, GREEDY, chat_template=template))
+
+    assert asyncio.run(run()).outputs == output.outputs
+    with pytest.raises(ChatTemplateError, match="must be a string with Jinja source"):
+        llm.chat(CHAT, GREEDY, chat_template=5)  # type: ignore[arg-type]
 
 
 async def last(outputs: Any) -> Any:

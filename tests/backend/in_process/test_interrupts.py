@@ -197,6 +197,51 @@ def test_a_wait_for_a_turn_can_be_interrupted() -> None:
         pass
 
 
+@pytest.fixture
+def within_a_step(llm: LLM) -> Iterator[Callable[[Callable[[], Any]], None]]:
+    """Registers what the next step calls, as a signal handler or a finalizer would."""
+    inner = llm.core.scheduler.schedule
+
+    def register(action: Callable[[], Any]) -> None:
+        def schedule() -> Any:
+            llm.core.scheduler.schedule = inner  # type: ignore[method-assign]
+            action()
+            return inner()
+
+        llm.core.scheduler.schedule = schedule  # type: ignore[method-assign]
+
+    yield register
+    llm.core.scheduler.schedule = inner  # type: ignore[method-assign]
+
+
+def test_a_stream_can_be_collected_as_garbage_in_the_middle_of_a_step(
+    llm: LLM, expected: list[list[int]], within_a_step: Callable[[Callable[[], Any]], None]
+) -> None:
+    """Its request ends, and the thread does not wait for its own turn."""
+    streams = [llm.stream(PROMPTS[3], greedy(60))]
+    next(streams[0])
+    within_a_step(streams.clear)
+    assert token_ids(llm.generate(PROMPTS, greedy())) == expected
+    assert not llm.core.has_work and not llm.engine.has_open
+    check_core(llm.core)
+
+
+def test_a_signal_handler_that_calls_in_the_middle_of_a_step_is_refused(
+    llm: LLM, expected: list[list[int]], within_a_step: Callable[[Callable[[], Any]], None]
+) -> None:
+    refused = []
+
+    def handler() -> None:
+        for call in (lambda: llm.generate(PROMPTS, greedy()), llm.close):
+            with pytest.raises(RuntimeError, match="in the middle of its step: call it later"):
+                call()
+            refused.append(call)
+
+    within_a_step(handler)
+    assert token_ids(llm.generate(PROMPTS, greedy())) == expected
+    assert len(refused) == 2
+
+
 def test_a_closed_llm_says_so_and_frees_its_memory() -> None:
     llm = LLM(DEMO, **OPTIONS)
     stream = llm.stream(PROMPTS[0], greedy())

@@ -76,6 +76,7 @@ def test_n_logprobs_and_defaults(llm):
     assert len(result.prompt_logprobs) == len(result.prompt_token_ids)
     one = llm.generate(PROMPTS[0], SamplingParams(seed=1, max_tokens=1, prompt_logprobs=1))[0]
     assert result.prompt_logprobs == one.prompt_logprobs
+    assert result.prompt_logprobs[0] is None
     for output in result.outputs:
         assert len(output.logprobs) == len(output.token_ids)
         chosen = [place[token_id] for place, token_id in zip(output.logprobs, output.token_ids)]

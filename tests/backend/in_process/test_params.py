@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
 import pytest
 
 import inflight
-from inflight import SamplingParams
+from inflight import RequestOutputKind, SamplingParams
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.params import engine_params
@@ -50,6 +52,10 @@ TOKENIZER: Tokenizer = Words()  # type: ignore[assignment]
         (dict(min_tokens=20), r"min_tokens=20 is more than max_tokens=16"),
         (dict(allowed_token_ids=[]), r"allowed_token_ids is empty"),
         (dict(stop="a", detokenize=False), r"stop needs the text"),
+        (dict(output_kind=3), r"output_kind=3 of type int: must be a RequestOutputKind, or 0 \(cumulative\)"),
+        (dict(spaces_between_special_tokens=False), r"spaces_between_special_tokens=False of type bool: must be True"),
+        (dict(skip_reading_prefix_cache=True), r"must be None or False; enable_prefix_caching=False is for all"),
+        (dict(extra_args={"a": 1}), r"extra_args=.* must be None: no rule here reads them"),
         (dict(structured_outputs={"json": 3}), r"structured_outputs: json=3: must be an object"),
         (dict(structured_outputs={"jason": {}}), r"structured_outputs: unknown key 'jason'"),
         (dict(structured_outputs={"regex": "a"}, grammar=inflight.grammar(regex="a")), r"give one of them"),
@@ -75,6 +81,30 @@ def test_what_vllm_takes_is_taken() -> None:
     assert (given.top_k, given.max_tokens, given.temperature, given.logit_bias) == (3, 8, 0.5, {5: 100.0})
     assert SamplingParams(structured_outputs={"regex": "a"}) == SamplingParams(grammar=inflight.grammar(regex="a"))
     assert repr(SamplingParams(stop="and", n=2)) == "SamplingParams(n=2, stop=['and'])"
+
+
+@dataclass
+class StructuredOutputsParams:
+    """With the fields that vLLM's has."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    _backend: str | None = field(default=None, init=False)
+
+
+class TheirKind(Enum):
+    DELTA = 1
+
+
+def test_objects_of_vllm_are_taken_by_their_fields() -> None:
+    constraint: Any = StructuredOutputsParams(regex="a")
+    assert SamplingParams(structured_outputs=constraint).structured_outputs == inflight.grammar(regex="a")
+    loose: dict[str, Any] = dict(output_kind=TheirKind.DELTA, extra_args=None, skip_reading_prefix_cache=False)
+    assert SamplingParams(**loose).output_kind is RequestOutputKind.DELTA
+    params = SamplingParams(n=2)
+    assert params.clone() == params
 
 
 def test_parameters_for_the_engine() -> None:

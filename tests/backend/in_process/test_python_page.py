@@ -25,10 +25,14 @@ def test_all_programs_of_the_page_in_one_process(
 
 USER = """
 from inflight import LLM, RequestOutput, SamplingParams
+from inflight_client import Client
 
 llm = LLM("x")
 outputs: list[RequestOutput] = llm.generate("a", SamplingParams(max_tokens=3))
 reveal_type(outputs[0].outputs[0].text)
+reveal_type(llm.generate("a"))
+reveal_type(Client("x").generate("a"))
+reveal_type(Client("x").generate("a").text)
 SamplingParams(max_tokens=[3])
 llm.generate(5)
 """
@@ -41,9 +45,16 @@ def test_a_users_mypy_sees_types(tmp_path: Path) -> None:
         [sys.executable, "-m", "mypy", "--config-file=", "--follow-imports=silent", "user.py"],
         cwd=tmp_path, capture_output=True, text=True,
     )  # fmt: skip
-    assert 'user.py:6: note: Revealed type is "str"' in done.stdout.replace("builtins.str", "str"), done.stdout
-    assert 'user.py:7: error: Argument "max_tokens"' in done.stdout
-    assert "user.py:8: error: Argument 1" in done.stdout
+    said = done.stdout.replace("builtins.str", "str")
+    for line, revealed in {
+        7: "str",
+        8: "list[inflight.in_process.outputs.RequestOutput]",
+        9: "inflight_client.results.GenerationResult",
+        10: "str",
+    }.items():
+        assert f'user.py:{line}: note: Revealed type is "{revealed}"' in said, said
+    assert 'user.py:11: error: Argument "max_tokens"' in said
+    assert "user.py:12: error: Argument 1" in said
     assert done.stdout.count("error:") == 2, done.stdout
 
 

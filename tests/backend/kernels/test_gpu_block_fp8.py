@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 
 pytest.importorskip("triton")
 
-from graph_rig import graph_core, pretend_a_card
+from card_rig import card_core, functions_as_kernels
+from emulated_card import Card
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
@@ -146,13 +147,14 @@ def path(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def as_on_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_card(monkeypatch)
+def small_card(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With functions of torch in place of the other kernels."""
+    functions_as_kernels(monkeypatch)
     monkeypatch.setattr(loader, "_CHECKED_TOKENS", 8)
 
 
 def loaded(path: str, **options: Any) -> Any:
-    values = dict(model=path, device="cpu", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
+    values = dict(model=path, device="cuda", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
     return load(EngineConfig.from_dict({**values, **options}))
 
 
@@ -160,27 +162,27 @@ def layers_of(model: Any) -> dict[str, BlockFp8Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, BlockFp8Linear)}
 
 
-def test_a_checkpoint_keeps_its_blocks(path: str, as_on_a_card: None) -> None:
+def test_a_checkpoint_keeps_its_blocks(path: str, small_card: None) -> None:
     actual = compress_blocks(path)
     model = loaded(path, **SWITCH)
     layers = layers_of(model.model)
     assert {f"{name}.weight" for name in layers} == set(actual)
     for name, made in layers.items():
         assert made.weight.dtype == E4M3
-        assert torch.equal(made.dequantised(torch.float32), actual[f"{name}.weight"])
+        assert torch.equal(made.dequantised(torch.float32).cpu(), actual[f"{name}.weight"])
     plain = loaded(path)
     assert not layers_of(plain.model)
     assert model._sizing.check.error(model.model) < 2 * plain._sizing.check.error(plain.model) + 1e-3
 
 
-def test_the_engine_gives_the_tokens_of_dequantised_weights(path: str, as_on_a_card: None) -> None:
+def test_the_engine_gives_the_tokens_of_dequantised_weights(path: str, small_card: None) -> None:
     """The whole decoder is fused, on merged projections; prompts of more rows than the kernel takes."""
     compress_blocks(path)
     limits = dict(max_num_seqs=4, max_num_batched_tokens=32, max_model_len=32, block_size=4, check_on_load=False)
     params = [SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)] * 2
     found = []
     for options in ({}, SWITCH):
-        core = graph_core(path, dtype="bfloat16", enforce_eager=True, **limits, **options)
+        core = card_core(path, dtype="bfloat16", enforce_eager=True, **limits, **options)
         found.append({key: tokens(deltas) for key, deltas in run(core, [[7, 3, 9] * 6, [8]], params).items()})
     assert found[0] == found[1]
 
@@ -191,16 +193,19 @@ def test_the_engine_gives_the_tokens_of_dequantised_weights(path: str, as_on_a_c
     ids=["float32", "blocks of 64", "switch is off"],
 )
 def test_what_does_not_fit_is_dequantised_as_before(
-    options: dict[str, Any], size: int, path: str, as_on_a_card: None
+    options: dict[str, Any], size: int, path: str, card: Card, small_card: None
 ) -> None:
+    """To 16 bits, on a card without products in fp8."""
+    card.capability = (8, 0)
     actual = compress_blocks(path, size)
     model = loaded(path, **options).model
     assert not layers_of(model)
-    name = "model.layers.0.mlp.down_proj.weight"
-    assert torch.equal(model.get_parameter(name), actual[name].to(model.get_parameter(name).dtype))
+    name = "model.layers.0.mlp.down_proj"
+    weight = model.get_submodule(name).weight
+    assert torch.equal(weight.cpu(), actual[f"{name}.weight"].to(weight.dtype))
 
 
-def test_a_wrong_kernel_is_found(path: str, as_on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_found(path: str, small_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     compress_blocks(path)
     right = GpuBlockFp8.linear
     monkeypatch.setattr(GpuBlockFp8, "linear", lambda self, *args: 1.1 * right(self, *args))
@@ -208,7 +213,7 @@ def test_a_wrong_kernel_is_found(path: str, as_on_a_card: None, monkeypatch: pyt
         loaded(path, **SWITCH)
 
 
-def test_numbers_that_are_none_are_refused(path: str, as_on_a_card: None) -> None:
+def test_numbers_that_are_none_are_refused(path: str, small_card: None) -> None:
     compress_blocks(path)
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
@@ -219,7 +224,11 @@ def test_numbers_that_are_none_are_refused(path: str, as_on_a_card: None) -> Non
 
 
 @pytest.mark.nightly
-def test_memory_is_checked_for_eight_bits(path: str, as_on_a_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_checked_for_eight_bits(
+    path: str, card: Card, small_card: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a card without products in fp8, which has 16 bits of plain ones."""
+    card.capability = (8, 0)
     actual = compress_blocks(path)
     in_fp8 = sum(weight.numel() for weight in actual.values())
     numel = sum(tensor.numel() for tensor in load_file(Path(path) / "model.safetensors").values())
@@ -229,7 +238,7 @@ def test_memory_is_checked_for_eight_bits(path: str, as_on_a_card: None, monkeyp
         loaded(path)
 
 
-def test_weights_alone_in_blocks_stay(path: str, as_on_a_card: None) -> None:
+def test_weights_alone_in_blocks_stay(path: str, small_card: None) -> None:
     """A scheme of compressed-tensors without quantized inputs: those of the kernel are not."""
     compress_blocks(path)
     scheme = dict(num_bits=8, type="float", symmetric=True, strategy="block", block_structure=[128, 128])

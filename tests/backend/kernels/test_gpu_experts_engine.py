@@ -1,4 +1,4 @@
-"""Engines with experts by the kernels, in the interpreter: MXFP4 in four bits, plain weights, captured steps."""
+"""Engines with experts by the kernels, on an emulated card: MXFP4 in four bits, plain weights, captured steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from safetensors.torch import load_file, save_file
 pytest.importorskip("triton")
 
 from card_rig import card_core, functions_as_kernels, num_replays
-from emulated_card import Card
-from graph_rig import pretend_a_card
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
@@ -29,13 +27,15 @@ from inflight.kernels.gpu.gpu_experts import GpuExperts
 from inflight.kernels.gpu.launch import interpreted
 from inflight.loading import loader
 from inflight.loading.check import load_check
+from inflight.loading.checkpoint import mxfp4_checkpoint
+from inflight.loading.forward import fused_experts
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import LoadedModel, load
 from inflight.loading.quantization.mxfp4_experts import Mxfp4Experts
 
 pytestmark = [
     pytest.mark.skipif(not interpreted(), reason="kernels are compiled for the GPU here"),
-    pytest.mark.usefixtures("gpu_rounding", "small_checks"),
+    pytest.mark.usefixtures("card", "small_kernels"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, on infinities in the interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
@@ -49,7 +49,9 @@ PARAMS = [
 
 
 @pytest.fixture
-def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of experts; functions of torch in place of all others."""
+    functions_as_kernels(monkeypatch)
     torch.set_num_threads(1)
     monkeypatch.setattr(loader, "_CHECKED_TOKENS", 8)  # the interpreter takes milliseconds for each program
     monkeypatch.setattr(loader, "_REPEATS", 2)
@@ -57,11 +59,9 @@ def small_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def loaded(path: str, **options: Any) -> LoadedModel:
-    """As on a GPU, whose memory is sized once a step can be run."""
-    values = dict(model=path, device="cpu", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        pretend_a_card(monkeypatch)
-        return load(EngineConfig.from_dict({**values, **options}))
+    """Its memory is not sized yet."""
+    values = dict(model=path, device="cuda", dtype="bfloat16", num_gpu_blocks_override=64, max_model_len=64)
+    return load(EngineConfig.from_dict({**values, **options}))
 
 
 def error(model: LoadedModel) -> float:
@@ -97,6 +97,25 @@ def test_float32_unpacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert not any(isinstance(module, Mxfp4Experts) for module in experts_of(model))
     assert by_kernels(model), "the unpacked experts are plain ones"
     assert "unpacked: the kernel needs dtype bfloat16 or float16, not torch.float32" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_unpacked_experts_have_the_dtype_of_the_model(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers 5.17 gives them bfloat16, whatever it is asked for."""
+    pretrained = mxfp4_checkpoint.pretrained
+
+    def in_bfloat16(*args: Any, **options: Any) -> torch.nn.Module:
+        model = pretrained(*args, **options)
+        for module in model.modules():
+            if type(module).__name__.endswith("Experts"):
+                module.to(torch.bfloat16)
+        return model
+
+    monkeypatch.setattr(mxfp4_checkpoint, "pretrained", in_bfloat16)
+    model = loaded(make_mxfp4_checkpoint(tmp_path), dtype=dtype)
+    assert {weight.dtype for weight in experts_of(model)[0].parameters()} == {getattr(torch, dtype)}
 
 
 def test_a_scale_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
@@ -171,6 +190,19 @@ def test_a_gate_of_another_kind_is_named(tmp_path: Path, caplog: pytest.LogCaptu
     assert "run through transformers: Qwen3MoeExperts has a gate of its own" in caplog.text
 
 
+def test_experts_of_transformers_5_17_do_not_say_whether_they_have_a_norm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain_experts = fused_experts._plain_experts
+
+    def without(module: torch.nn.Module) -> Any:
+        module.__dict__.pop("has_post_expert_norm", None)
+        return plain_experts(module)
+
+    monkeypatch.setattr(fused_experts, "_plain_experts", without)
+    assert by_kernels(loaded(make_checkpoint("qwen3_moe", tmp_path), dtype="float32", **FUSED))
+
+
 def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """llama4's do not implement transformers' interface; llama has none."""
     caplog.set_level(logging.INFO)
@@ -182,7 +214,7 @@ def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureF
 def test_a_cpu_refuses_the_switch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "interpreted", lambda: False)
     with pytest.raises(ConfigError, match="kernel_config: fused_experts cannot be used"):
-        loaded(make_mxfp4_checkpoint(tmp_path), **FUSED)
+        loaded(make_mxfp4_checkpoint(tmp_path), device="cpu", **FUSED)
 
 
 def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]], Any]:
@@ -194,11 +226,8 @@ def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]]
 @pytest.mark.parametrize(
     ("model_type", "dtype"), [("mxfp4", "bfloat16"), pytest.param("qwen3_moe", "bfloat16", marks=pytest.mark.nightly)]
 )
-def test_decode_steps_are_captured(
-    card: Card, model_type: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On an emulated card, whatever the routing; with the tokens of experts by transformers."""
-    functions_as_kernels(monkeypatch)
+def test_decode_steps_are_captured(model_type: str, dtype: str, tmp_path: Path) -> None:
+    """Whatever the routing; with the tokens of experts by transformers."""
     make = partial(make_checkpoint, model_type) if model_type != "mxfp4" else make_mxfp4_checkpoint
     path = make(tmp_path, num_hidden_layers=1)
     expected, _ = outputs(path, dtype=dtype, enforce_eager=True)

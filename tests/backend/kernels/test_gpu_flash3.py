@@ -1,4 +1,4 @@
-"""The FlashAttention-3 backend, with a fake that computes what `flash_attn_with_kvcache` documents.
+"""The FlashAttention-3 backend, with a function that computes what `flash_attn_with_kvcache` documents.
 
 tests/gpu runs the real one if it is installed.
 """
@@ -10,17 +10,19 @@ import sys
 import types
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from attention_cases import CASES, case_of, spec
+from flash_attention import flash_attn_with_kvcache
 from paged_case import PagedCase, relative_error
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from inflight.attention.base import KVCache, LayerSpec
-from inflight.attention.reference import ReferenceAttention, attend_request
+from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError
 from inflight.kernels.gpu import gpu_flash3
 from inflight.kernels.gpu.gpu_attention_configs import Card
@@ -36,46 +38,12 @@ CPU = torch.device("cpu")
 LAYER = spec(4, 2, 64)
 
 
-class Calls(list[dict[str, object]]):
-    """Shapes of the calls of `flash_attn_with_kvcache`."""
+class Calls(list[dict[str, Any]]):
+    """Arguments of the calls of `flash_attn_with_kvcache`."""
 
-    def attend(
-        self,
-        q: Tensor,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        *,
-        cache_seqlens: Tensor,
-        page_table: Tensor,
-        cu_seqlens_q: Tensor,
-        max_seqlen_q: int,
-        softmax_scale: float,
-        causal: bool = False,
-        window_size: tuple[int, int] = (-1, -1),
-        softcap: float = 0.0,
-    ) -> Tensor:
-        """With the checks of hopper/flash_api.cpp.  Keys behind the end are masked, but values multiplied by zero."""
-        requests, (pages, page_size, kv_heads, size) = len(cache_seqlens), k_cache.shape
-        assert q.dtype in (torch.float16, torch.bfloat16) and q.dtype == k_cache.dtype == v_cache.dtype
-        assert q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == page_table.stride(-1) == 1
-        assert cache_seqlens.is_contiguous() and cu_seqlens_q.is_contiguous()
-        assert {t.dtype for t in (cache_seqlens, page_table, cu_seqlens_q)} == {torch.int32}
-        assert q.ndim == 3 and v_cache.shape[:3] == (pages, page_size, kv_heads) and q.shape[1] % kv_heads == 0
-        assert page_table.shape[0] == requests and cu_seqlens_q.shape == (requests + 1,)
-        query_lens = cu_seqlens_q.diff().tolist()
-        assert max(query_lens) <= max_seqlen_q and causal
-        self.append(dict(window_size=window_size, k_cache=k_cache, pages=page_table.shape[1]))
-        window = None if window_size[0] < 0 else window_size[0] + 1
-        layer = LayerSpec(q.shape[1], kv_heads, size, size, softmax_scale, window, softcap or None)
-        out = torch.full_like(q, torch.nan)
-        for row, (start, count) in enumerate(zip(cu_seqlens_q.tolist(), query_lens)):
-            length = int(cache_seqlens[row])
-            blocks = page_table[row, : -(-length // page_size)].long()
-            key, value = (cache[blocks].flatten(0, 1) for cache in (k_cache, v_cache))
-            behind = (value[length:] * 0).sum()  # NaN if any is NaN
-            first = max(0, length - count + 1 - (window or length))
-            part = attend_request(q[start : start + count], key[first:length], value[first:length], layer, None)
-            out[start : start + count] = part + behind
+    def attend(self, *args: Tensor, **options: Any) -> Tensor:
+        out = flash_attn_with_kvcache(*args, **options)
+        self.append(dict(options, k_cache=args[1]))
         return out
 
 
@@ -132,7 +100,7 @@ def test_the_pool_is_read_in_place_for_any_layout_of_queries(calls: Calls, layou
     assert relative_error(case.attend(backend, finite(case, backend)), expected) < 2e-3
     (call,) = calls
     cache = call["k_cache"]
-    assert isinstance(cache, Tensor) and cache.stride()[1:] == (128, 128 * 16 * 1, 1)
+    assert cache.stride()[1:] == (128, 128 * 16 * 1, 1)
 
 
 def test_decodes_are_not_its_business(calls: Calls) -> None:

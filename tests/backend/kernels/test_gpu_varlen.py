@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import CASES, case_of, spec
+from flash_attention import varlen_attn_2_11, varlen_attn_2_12
 from paged_case import PagedCase, relative_error
 from torch import Tensor
 
@@ -18,7 +20,7 @@ pytest.importorskip("triton")
 import torch.nn.attention.varlen as torchs
 
 from inflight.attention.base import LayerSpec
-from inflight.attention.reference import ReferenceAttention, attend_request
+from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError
 from inflight.kernel_config import KernelConfig
 from inflight.kernels.gpu import gpu_varlen
@@ -36,38 +38,20 @@ SWITCHED = KernelConfig(varlen_attention=True)
 
 
 class VarlenAttn:
-    """torch's function, with its checks; `lengths` are those of the prompts of each call."""
+    """torch's function of some version; `lengths` are those of the prompts of each call."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
         self.lengths: list[list[int]] = []
 
-    def torch_2_11(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-        return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-    ) -> Tensor:  # fmt: skip
-        assert window_size == (-1, 0) and scale is not None and max_q == max_k
-        assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32 and torch.equal(cu_seq_q, cu_seq_k)
-        assert query.dtype in (torch.float16, torch.bfloat16) and query.dtype == key.dtype == value.dtype
-        assert len(query) == len(key) == len(value) == cu_seq_q[-1]
-        assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-        heads, kv_heads, size = query.shape[1], key.shape[1], query.shape[2]
-        lengths = cu_seq_q.diff().tolist()
-        assert max(lengths) <= max_q
-        self.lengths.append(lengths)
-        layer = LayerSpec(heads, kv_heads, size, size, scale)
-        parts = zip(*(x.split(lengths) for x in (query, key, value)))
-        return torch.cat([attend_request(q, k, v, layer, None) for q, k, v in parts])
+    def installed(self) -> Callable[..., Tensor]:
+        @functools.wraps(self.function)
+        def call(*args: Any, **options: Any) -> Tensor:
+            out = self.function(*args, **options)
+            self.lengths.append(args[3].diff().tolist())
+            return out
 
-    def torch_2_12(
-        self, query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int,
-        max_k: int, *, return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
-        enable_gqa: bool = False, seqused_k: Any = None, block_table: Any = None, num_splits: int | None = None,
-    ) -> Tensor:  # fmt: skip
-        if not enable_gqa and query.shape[1] != key.shape[1]:
-            raise ValueError("Expect query and key/value to have the same number of heads")
-        assert cu_seq_k is not None
-        return self.torch_2_11(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale,
-                               window_size=window_size)  # fmt: skip
+        return call
 
 
 def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> None:
@@ -75,10 +59,10 @@ def install(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> No
     gpu_varlen._varlen_attn.cache_clear()
 
 
-@pytest.fixture(params=["torch_2_11", "torch_2_12"])
+@pytest.fixture(params=[varlen_attn_2_11, varlen_attn_2_12], ids=["torch 2.11", "torch 2.12"])
 def calls(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[VarlenAttn]:
-    made = VarlenAttn()
-    install(monkeypatch, getattr(made, request.param))
+    made = VarlenAttn(request.param)
+    install(monkeypatch, made.installed())
     yield made
     gpu_varlen._varlen_attn.cache_clear()
 

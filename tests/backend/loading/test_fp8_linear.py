@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from card_rig import card_core, functions_as_kernels
 from checkpoints import ARCHITECTURES, make_checkpoint
-from fake_cuda import FakeCuda
+from emulated_card import emulated_card
 from fp8_twins import fp8_twins
-from graph_rig import graph_core, pretend_a_card
 from nightly import ARCHITECTURES_IN_SHORT, nightly_but
 from offline import make_core, run, tokens
 from torch import Tensor, nn
@@ -205,8 +205,8 @@ class TestWhichLayers:
 
 
 class TestLoading:
-    def test_the_device_never_holds_the_plain_model(self) -> None:
-        """Weights come from the host one by one; here the fake counts what is made while they do."""
+    def test_the_device_never_holds_the_plain_model(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Weights come from the host one by one."""
         sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=8, num_attention_heads=4)
         model = AutoModelForCausalLM.from_config(
             AutoConfig.for_model("llama", vocab_size=99, num_key_value_heads=4, tie_word_embeddings=True, **sizes),
@@ -214,11 +214,12 @@ class TestLoading:
         )
         plain = sum(linear.weight.nbytes for linear in decoder_linears(model, model.config).values())
         one = 512 * 256
-        card = FakeCuda(2**30)
-        with card:
-            quantize_linears(model, model.config, CPU, verify=False)
-        assert plain / 2 < card.max_memory_reserved() < plain / 2 + 12 * one, "e4m3, and one layer in float32 twice"
-        assert card.memory_allocated() < 1.05 * plain / 2
+        monkeypatch.setattr(fp8_linear, "select_ops", lambda device: ReferenceOps())
+        with emulated_card():
+            quantize_linears(model, model.config, torch.device("cuda"), verify=False)
+            peak = torch.cuda.max_memory_allocated()
+            assert plain / 2 < peak < plain / 2 + 12 * one, "e4m3, and one layer in float32 twice"
+            assert torch.cuda.memory_allocated() < 1.05 * plain / 2
 
     def test_a_wrong_product_is_found(self, on_cpu: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = make_checkpoint("llama", tmp_path)
@@ -314,14 +315,14 @@ def test_every_architecture_passes_the_check_at_load(model_type: str, on_cpu: No
 def test_captured_steps_are_the_eager_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode graphs and launch-ahead, on merged layers whose inputs norms and gate quantise."""
     path = make_checkpoint("llama", tmp_path)
-    pretend_a_card(monkeypatch)
+    functions_as_kernels(monkeypatch)
     params = [SamplingParams(max_tokens=12, temperature=0.7, n=n, seed=n, ignore_eos=True) for n in (1, 2, 1, 1)]
     outputs, captured = [], []
-    for eager in (False, True):
-        options = dict(max_num_seqs=4, max_model_len=128, async_scheduling=True, enforce_eager=eager)
-        with fp8_twins():
-            core = graph_core(path, quantization="fp8", **options)
-        outputs.append({key: tokens(deltas) for key, deltas in run(core, PROMPTS, params).items()})
-        captured.append(bool(core.runner.graphs))
+    with emulated_card():
+        for eager in (False, True):
+            options = dict(max_num_seqs=4, max_model_len=128, dtype="bfloat16", enforce_eager=eager)
+            core: Any = card_core(path, quantization="fp8", **options)
+            outputs.append({key: tokens(deltas) for key, deltas in run(core, PROMPTS, params).items()})
+            captured.append(bool(core.runner.graphs))
     assert captured == [True, False]
     assert outputs[0] == outputs[1]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from card_rig import card_core, functions_as_kernels, num_replays
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
+from emulated_card import emulated_card
 from engine_rig import Info
-from graph_rig import captured_by, graph_core, pretend_a_card
 from longrope import longrope_is_capturable
 from nightly import nightly_but
 from offline import make_core, make_device_core, run, tokens
@@ -90,10 +91,11 @@ def test_steps_on_a_device_and_replayed_ones_make_the_same_choices(
         return [tokens(deltas[index, 0]) for index in range(len(prompts))]
 
     assert outputs(make_device_core(path, block_size=5, max_num_batched_tokens=40, max_num_seqs=4)) == expected
-    pretend_a_card(monkeypatch)
-    core = graph_core(path, max_num_seqs=6)
-    assert outputs(core) == expected
-    replays = sum(graph.replays for graph in captured_by(core).graphs)
+    functions_as_kernels(monkeypatch)
+    with emulated_card():
+        core = card_core(path, max_model_len=None)
+        assert outputs(core) == expected
+        replays = sum(num_replays(core).values())
     assert replays > 20 if longrope_is_capturable() else replays == 0
 
 

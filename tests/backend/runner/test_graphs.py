@@ -1,4 +1,4 @@
-"""Buckets, capture, measurement and fallback of decode graphs, on a step that is a few operations."""
+"""Buckets, capture, measurement and fallback of decode graphs, on a step of a few operations on an emulated card."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fake_cuda import FakeCuda
-from fake_graph import FakeCapturer, Moved, kernel
+from card_rig import card
+from emulated_card import launch_function
+from emulated_card.graphs import GRAPH_BYTES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -20,21 +21,24 @@ from torch import Tensor
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
 from inflight.device.memory import DeviceMeter
-from inflight.runner import graphs
+from inflight.runner.capture import CudaCapturer
 from inflight.runner.graphs import DecodeGraphs, Padding, bucket_sizes, decode_graphs, decode_sizes, draft_sizes
 from inflight.runner.step_inputs import StepSize
 
+__all__ = ["card"]
+
 MIB = 2**20
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+on_card = pytest.mark.usefixtures("card")
 
 
 class ToyRunner:
     """A row's state becomes its double plus one; a padded row has length 0."""
 
     def __init__(self, max_rows: int) -> None:
-        self.slots = torch.full((max_rows,), max_rows)
-        self.state = torch.arange(max_rows + 1.0)
-        self.weights = torch.tensor(2.0)
+        self.slots = torch.full((max_rows,), max_rows, device=CUDA)
+        self.state = torch.arange(max_rows + 1.0, device=CUDA)
+        self.weights = torch.tensor(2.0, device=CUDA)
         self.fails: Callable[[int], None] = lambda bucket: None
 
     def padding(self, size: StepSize) -> Padding:
@@ -49,11 +53,16 @@ class ToyRunner:
         return (out,)
 
 
-def captured(max_rows: int, runner: ToyRunner | None = None) -> tuple[ToyRunner, DecodeGraphs, FakeCapturer]:
-    runner, capturer = runner or ToyRunner(max_rows), FakeCapturer()
-    made = DecodeGraphs(decode_sizes(max_rows), runner.padding, capturer)
+def graphs_of(max_rows: int, runner: ToyRunner) -> DecodeGraphs:
+    """Not captured yet."""
+    return DecodeGraphs(decode_sizes(max_rows), runner.padding, CudaCapturer(CUDA))
+
+
+def captured(max_rows: int, runner: ToyRunner | None = None) -> tuple[ToyRunner, DecodeGraphs]:
+    runner = runner or ToyRunner(max_rows)
+    made = graphs_of(max_rows, runner)
     made.capture(meter())
-    return runner, made, capturer
+    return runner, made
 
 
 def replayed(made: DecodeGraphs, bucket: StepSize | None) -> Tensor:
@@ -125,23 +134,25 @@ def test_a_step_with_drafts_has_a_bucket_with_room_for_all_of_it(
         assert made.bucket(StepSize(1, max_drafts + 2, max_drafts + 2, max_drafts + 2)) is None, "a longer draft"
 
 
+@on_card
 def test_a_replay_is_the_step_on_what_the_tensors_contain_now() -> None:
-    runner, made, capturer = captured(20)
-    assert [len(graph.outputs[0]) for graph in capturer.graphs] == [20, 16, 8, 4, 2, 1], "largest first"
+    runner, made = captured(20)
+    assert [len(graph.outputs[0]) for graph in made._graphs.values()] == [20, 16, 8, 4, 2, 1], "largest first"
     before = runner.state.clone()
-    runner.slots[:3] = torch.tensor([7, 2, 11])
+    runner.slots[:3] = torch.tensor([7, 2, 11], device=CUDA)
     bucket = made.bucket(decode(3))
     assert bucket == decode(4)
     out = replayed(made, bucket)
     assert made.replay("another key") is None
     assert out[:3].tolist() == [15.0, 5.0, 23.0]
     expected = before.clone()
-    expected[[7, 2, 11]] = torch.tensor([15.0, 5.0, 23.0])
+    expected[torch.tensor([7, 2, 11], device=CUDA)] = torch.tensor([15.0, 5.0, 23.0], device=CUDA)
     assert torch.equal(runner.state[:-1], expected[:-1]), "padding changes nothing but the void row"
 
 
+@on_card
 def test_the_outputs_of_a_graph_are_void_after_another_replay() -> None:
-    runner, made, _ = captured(4)
+    runner, made = captured(4)
     runner.slots[0] = 1
     out = replayed(made, decode(1))
     assert out.tolist() == [3.0]
@@ -149,47 +160,54 @@ def test_the_outputs_of_a_graph_are_void_after_another_replay() -> None:
     assert out.isnan().all()
 
 
+@on_card
 @pytest.mark.parametrize("name", ["slots", "state", "weights"])
 def test_a_replay_fails_if_a_tensor_has_moved(name: str) -> None:
-    runner, made, _ = captured(4)
+    runner, made = captured(4)
     made.replay(decode(2))
     setattr(runner, name, getattr(runner, name).clone())
-    with pytest.raises(Moved, match="which is gone"):
+    with pytest.raises(RuntimeError, match="freed after its capture"):
         made.replay(decode(2))
 
 
+@on_card
 def test_a_tensor_that_moved_but_is_alive_has_no_effect() -> None:
-    runner, made, _ = captured(4)
-    old, runner.slots = runner.slots, torch.tensor([1, 2, 4, 4])
+    runner, made = captured(4)
+    old, runner.slots = runner.slots, torch.tensor([1, 2, 4, 4], device=CUDA)
     out = replayed(made, decode(2))
     assert out.tolist() != [3.0, 5.0]
     assert (old == 4).all()
 
 
+@on_card
 def test_a_kernel_reads_its_tensors_at_each_replay() -> None:
     runner = ToyRunner(2)
 
-    @kernel
-    def add_on_the_host(state: Tensor, slots: Tensor) -> Tensor:
-        return torch.tensor([state[slot].item() + 0.5 for slot in slots.tolist()])
+    def add(out: Tensor, state: Tensor, slots: Tensor) -> None:
+        out.copy_(torch.tensor([state[slot].item() + 0.5 for slot in slots.tolist()]))
 
-    runner.step = lambda rows: (add_on_the_host(runner.state, runner.slots[:rows]),)  # type: ignore[method-assign]
-    _, made, _ = captured(2, runner)
-    runner.slots[:] = torch.tensor([1, 0])
+    def step(rows: int) -> tuple[Tensor]:
+        out = torch.empty(rows, device=CUDA)
+        launch_function(add, out, runner.state, runner.slots[:rows])
+        return (out,)
+
+    runner.step = step  # type: ignore[method-assign]
+    _, made = captured(2, runner)
+    runner.slots[:] = torch.tensor([1, 0], device=CUDA)
     assert replayed(made, decode(2)).tolist() == [1.5, 0.5]
 
 
 def reads_a_tensor(bucket: int) -> None:
-    if torch.zeros(1).item():
+    if torch.zeros(1, device=CUDA).item():
         raise AssertionError
 
 
 def lists_a_tensor(bucket: int) -> None:
-    torch.zeros(1).tolist()
+    torch.zeros(1, device=CUDA).tolist()
 
 
 def depends_on_contents(bucket: int) -> None:
-    torch.zeros(3)[torch.zeros(3, dtype=torch.bool)]
+    torch.zeros(3, device=CUDA)[torch.zeros(3, dtype=torch.bool, device=CUDA)]
 
 
 def only_the_smaller_fail(bucket: int) -> None:
@@ -197,12 +215,13 @@ def only_the_smaller_fail(bucket: int) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB.\nMore lines.")
 
 
+@on_card
 @pytest.mark.parametrize(
     ("fails", "reason"),
     [
-        (reads_a_tensor, "RuntimeError: called a synchronizing CUDA operation: aten.item"),
-        (lists_a_tensor, "RuntimeError: called a synchronizing CUDA operation: tolist"),
-        (depends_on_contents, "RuntimeError: called a synchronizing CUDA operation: aten.index.Tensor"),
+        (reads_a_tensor, "RuntimeError: called a synchronizing CUDA operation: Tensor.item"),
+        (lists_a_tensor, "RuntimeError: called a synchronizing CUDA operation: a blocking copy to the host"),
+        (depends_on_contents, "RuntimeError: called a synchronizing CUDA operation: aten.nonzero.default"),
         (only_the_smaller_fail, r"OutOfMemoryError: CUDA out of memory. Tried to allocate 20 MiB.\); "),
     ],
 )
@@ -213,7 +232,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
     """One warning, also where measuring fails already, and no graph remains."""
     runner = ToyRunner(8)
     runner.fails = fails
-    made = DecodeGraphs(decode_sizes(8), runner.padding, FakeCapturer())
+    made = graphs_of(8, runner)
     if measured:
         made.measure(meter())
     assert made.capture(meter()) == 0
@@ -226,16 +245,18 @@ def test_a_step_that_cannot_be_captured_runs_eagerly(
     assert made.measure(meter()) == 0
 
 
+@on_card
 def test_a_step_that_reads_a_tensor_never_starts_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not every version of torch recovers from a capture that fails."""
-    runner, capturer = ToyRunner(8), FakeCapturer()
-    runner.fails = reads_a_tensor
-    monkeypatch.setattr(capturer, "capture", lambda launch, beside: pytest.fail("a capture was started"))
-    made = DecodeGraphs(decode_sizes(8), runner.padding, capturer)
+    runner, tried = ToyRunner(8), []
+    runner.fails = lambda rows: tried.append(rows) or reads_a_tensor(rows)  # type: ignore[func-returns-value]
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: pytest.fail("a capture was started"))
+    made = graphs_of(8, runner)
     assert made.measure(meter()) == made.capture(meter()) == 0
-    assert capturer.warm_ups == 1
+    assert tried == [8, 8], "it may wait the first time, not the second"
 
 
+@on_card
 def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None:
     seen = []
     for enabled in (True, False):
@@ -243,7 +264,7 @@ def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None
         try:
             runner = ToyRunner(2)
             runner.fails = lambda bucket: seen.append(gc.isenabled())
-            capturer = FakeCapturer()
+            capturer = CudaCapturer(CUDA)
             capturer.warm_up = lambda launch: None  # type: ignore[method-assign]
             DecodeGraphs(decode_sizes(2), runner.padding, capturer).capture(meter())
             assert gc.isenabled() == enabled
@@ -252,35 +273,20 @@ def test_the_collector_is_off_while_capturing_and_as_before_afterwards() -> None
     assert seen == [False] * 4
 
 
+@on_card
 def test_two_buckets_tell_what_all_will_take(caplog: pytest.LogCaptureFixture) -> None:
-    """The pool is as large as the largest graph needs; each further graph adds the same."""
-    cuda = FakeCuda(100 * MIB)
-    taken = {"pool": 0, "graphs": 0}
-    cuda.mem_get_info = lambda device=None: (cuda.total - sum(taken.values()), cuda.total)  # type: ignore[method-assign]
-
-    class Graph:
-        outputs = ()
-
-        def __init__(self, rows: int) -> None:
-            taken["pool"] = max(taken["pool"], rows * 100_000)
-            taken["graphs"] += 30_000
-
-        def __del__(self) -> None:
-            taken["graphs"] -= 30_000
-            taken["pool"] = taken["pool"] if taken["graphs"] else 0
-
-    class CountingCapturer(FakeCapturer):
-        def capture(self, launch: Any, beside: Any) -> Any:
-            return Graph(len(launch()[0]))
-
-    made = DecodeGraphs(decode_sizes(32), ToyRunner(32).padding, CountingCapturer())
-    with cuda, caplog.at_level(logging.INFO):
-        expected = made.measure(DeviceMeter(CPU, cuda))
-        assert expected == 32 * 100_000 + 7 * 30_000
-        assert taken == {"pool": 0, "graphs": 0}, "measuring leaves nothing"
+    """The pool is as large as the largest graph needs; each further graph adds what the driver keeps of it."""
+    runner = ToyRunner(32)
+    runner.fails = lambda rows: torch.empty(rows, MIB // 8, device=CUDA).zero_()
+    made, meter = graphs_of(32, runner), DeviceMeter(CUDA)
+    before = meter.used()
+    with caplog.at_level(logging.INFO):
+        expected = made.measure(meter)
+        assert expected == 16 * MIB + 7 * GRAPH_BYTES
+        assert meter.used() == before, "measuring leaves nothing"
         assert made.bucket(decode(1)) is None
-        assert made.capture(DeviceMeter(CPU, cuda)) == expected
-    assert re.search(r"7 CUDA graphs of up to 32 tokens: \d+\.\d s, 3.25 MiB", caplog.text)
+        assert made.capture(meter) == expected == meter.used() - before
+    assert re.search(r"7 CUDA graphs of up to 32 tokens: \d+\.\d s, 16\.44 MiB", caplog.text)
 
 
 def config(**options: Any) -> EngineConfig:
@@ -291,20 +297,22 @@ class CapturableAttention(ReferenceAttention):
     capturable = True
 
 
-def test_when_graphs_are_captured(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@on_card
+def test_when_graphs_are_captured(caplog: pytest.LogCaptureFixture) -> None:
     def sizes(options: dict[str, Any], backend: Any = CapturableAttention, capturable: bool = True) -> list[int]:
-        made = decode_graphs(config(**options), backend(), CPU, ToyRunner(256).padding, capturable)
+        made = decode_graphs(config(**options), backend(), device, ToyRunner(256).padding, capturable)
         made.capture(meter())
         return [rows for rows in range(1, 257) if made.bucket(decode(rows)) == decode(rows)]
 
+    device = CPU
     assert sizes({"max_num_seqs": 8}) == [], "a CPU captures nothing"
-    monkeypatch.setattr(graphs, "capturer_of", lambda device: FakeCapturer())
+    device = CUDA
     assert sizes({"max_num_seqs": 8}) == [1, 2, 4, 8]
     assert sizes({"max_num_seqs": 8, "max_num_batched_tokens": 5}) == [1, 2, 4, 5], "no step has more rows than tokens"
     assert sizes({"max_num_seqs": 8, "enforce_eager": True}) == []
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     drafting = {"speculative_config": {"method": "suffix", "num_speculative_tokens": 3}}
-    made = decode_graphs(config(max_num_seqs=2, **drafting), CapturableAttention(), CPU, ToyRunner(8).padding)
+    made = decode_graphs(config(max_num_seqs=2, **drafting), CapturableAttention(), CUDA, ToyRunner(8).padding)
     made.capture(meter())
     assert [size.tokens for size in made._sizes] == [1, 2, 2, 4, 8]
     assert sizes({"max_num_seqs": 8}, capturable=False) == []

@@ -1,4 +1,5 @@
-"""Steps with prompts as graphs: chunks, decodes and drafts side by side give the answers of eager steps."""
+"""Steps with prompts as graphs, on an emulated card: chunks, decodes and drafts side by side give the answers of eager
+steps."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from card_rig import card, functions_as_kernels, num_replays
 from checkpoints import make_checkpoint
-from graph_rig import pretend_a_card
+from emulated_card import Card
+from every_kind import every_kind, prompt_of, work_of
 from hypothesis import given
 from hypothesis import strategies as st
 from offline import run, tokens
@@ -25,14 +28,13 @@ from .test_graph_steps import (
     contents,
     cpu_core,
     drafting,
-    every_kind,
     graph_core,
     pair_of,
-    prompt_of,
-    work_of,
 )
 from .test_graphs import meter
 from .test_parity import prepared
+
+__all__ = ["card"]
 
 SQUEEZED: dict[str, Any] = dict(max_num_seqs=8, num_gpu_blocks_override=24, block_size=4)
 CAPTURED = dict(max_cudagraph_capture_size=40, max_model_len=64, seed=1)
@@ -50,15 +52,14 @@ def on_the_cpu(checkpoint: str) -> EngineCore:
     return cpu_core(checkpoint)
 
 
-@pytest.fixture(autouse=True)
-def card(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_a_card(monkeypatch)
+@pytest.fixture
+def kernels(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    functions_as_kernels(monkeypatch)
 
 
 def mixed_replays(core: EngineCore) -> dict[tuple[int, int], int]:
     """(tokens, rows) of a bucket with prompts -> how often its graph was replayed."""
-    found = core.runner.graphs._graphs
-    return {(key[0].tokens, key[0].rows): graph.replays for key, graph in found.items() if key[0].prompt_blocks}
+    return {(size.tokens, size.rows): count for size, count in num_replays(core).items() if size.prompt_blocks}
 
 
 @given(
@@ -93,15 +94,15 @@ def test_the_page_says_how_many_graphs_there_are() -> None:
     assert [len(mixed_sizes(256, most, False)) for most in (512, 1024, 2048)] == [13, 21, 37]
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param(dict(max_num_seqs=8), id="plain", marks=pytest.mark.nightly),
-        pytest.param(dict(max_num_seqs=20, async_scheduling=True), id="launch-ahead, many rows"),
-        pytest.param(dict(SQUEEZED, async_scheduling=True), id="preempted", marks=pytest.mark.nightly),
+        pytest.param(dict(max_num_seqs=20), id="many rows"),
+        pytest.param(dict(SQUEEZED), id="preempted", marks=pytest.mark.nightly),
         pytest.param(dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped"),
         pytest.param(
-            dict(max_num_seqs=8, max_num_batched_tokens=12, block_size=1, async_scheduling=True),
+            dict(max_num_seqs=8, max_num_batched_tokens=12, block_size=1),
             id="chunks, small blocks",
         ),
     ],
@@ -120,10 +121,11 @@ def test_everything_is_as_without_graphs(checkpoint: str, on_the_cpu: EngineCore
         assert captured.scheduler.num_preempted_total > 0
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model_type", ["gemma2", pytest.param("qwen3_moe", marks=pytest.mark.nightly)])
 def test_architectures_give_the_tokens_of_generate(model_type: str) -> None:
     path, prompts, counts, expected = prepared(model_type)
-    options = dict(block_size=5, max_num_batched_tokens=40, max_num_seqs=4, async_scheduling=True)
+    options = dict(block_size=5, max_num_batched_tokens=40, max_num_seqs=4, max_model_len=160)
     core = graph_core(path, max_cudagraph_capture_size=40, **options)
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True) for count in counts]
     deltas = run(core, prompts, params, stagger=2)
@@ -131,6 +133,7 @@ def test_architectures_give_the_tokens_of_generate(model_type: str) -> None:
     assert sum(mixed_replays(core).values()) >= len(prompts)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_every_step_of_an_engine_is_a_replay(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prompts in chunks, alone and beside decodes, and requests whose prefix is cached."""
     core = graph_core(checkpoint, max_num_seqs=4, max_num_batched_tokens=16, block_size=4, **CAPTURED)
@@ -141,8 +144,9 @@ def test_every_step_of_an_engine_is_a_replay(checkpoint: str, monkeypatch: pytes
     assert sum(mixed_replays(core).values()) >= 5
 
 
+@pytest.mark.usefixtures("kernels")
 def test_drafts_beside_prompts_are_replayed(checkpoint: str, on_the_cpu: EngineCore) -> None:
-    options = dict(max_num_seqs=4, num_gpu_blocks_override=64, async_scheduling=True)
+    options = dict(max_num_seqs=4, num_gpu_blocks_override=64)
     core = graph_core(checkpoint, **CAPTURED, **options, **drafting(5))
     prompts = [prompt_of(index, 4 + 3 * index) for index in range(8)]
     params = [every_kind(index, max_tokens=20) for index in range(8)]
@@ -156,6 +160,7 @@ def test_drafts_beside_prompts_are_replayed(checkpoint: str, on_the_cpu: EngineC
     assert any(with_drafts)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_a_prompt_without_room_in_the_upload_runs_eagerly(checkpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By its tokens, or by the blocks of its cached prefix."""
     for name in ("_MAX_NEW_TOKENS", "_MAX_NEW_BLOCKS"):
@@ -169,6 +174,7 @@ def test_a_prompt_without_room_in_the_upload_runs_eagerly(checkpoint: str, monke
             assert (sum(mixed_replays(core).values()) > before) == (length == 5), name
 
 
+@pytest.mark.usefixtures("kernels")
 def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint: str) -> None:
     options = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64, **drafting(5), **CAPTURED)
     core, eager = pair_of(checkpoint, **options)
@@ -183,7 +189,7 @@ def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint:
     for name, tensor in contents(eager).items():
         torch.testing.assert_close(before[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
     sizes = mixed_sizes(8, 40, True)
-    assert len(core.runner.graphs) == len(decode_sizes(8) + draft_sizes(8, 2048, 5) + sizes)
+    assert len(core.runner.graphs) == len(decode_sizes(8) + draft_sizes(8, 64, 5) + sizes)
     for size in sizes:
         assert core.runner.graphs.replay(core.runner._padding(size).key) is not None
         assert_same_bytes(before, contents(core))

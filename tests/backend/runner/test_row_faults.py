@@ -27,7 +27,10 @@ SAYS = "internal error in a step of this request: "
 
 
 class Panic(BaseException):
-    """As PyO3 raises for a panic in Rust: no Exception."""
+    """As PyO3 raises for a panic in Rust: no Exception, of a module without a file."""
+
+
+Panic.__module__ = "pyo3_runtime"
 
 
 class FaultyRule:
@@ -148,6 +151,16 @@ def raise_for(core: EngineCore, poison: int, monkeypatch: pytest.MonkeyPatch, er
 
     monkeypatch.setattr(runner, "forward", failing)
     return sizes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), TimeoutError("of a signal handler"), BaseException("other")])
+def test_an_interrupt_is_no_requests_fault(
+    checkpoint: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    core = make_core(checkpoint, max_num_seqs=4, block_size=4)
+    raise_for(core, 7, monkeypatch, error)
+    with pytest.raises(type(error)):
+        serve(core, {0: ([7] * 5, {}), 1: ([8] * 5, {})})
 
 
 PROMPTS = [[number + 5] * (3 + number % 7) for number in range(32)]

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from emulated_card.graphs import Capture
 from emulated_card.memory import Allocation, Allocator, PinnedMemory
+from emulated_card.operations import dispatch
 from emulated_card.streams import Stream
-from emulated_card.tensors import dispatch
 
 __all__ = ["Card"]
 
@@ -32,7 +32,7 @@ class _Mode(TorchDispatchMode):
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return dispatch(self._card, func, args, kwargs or {})
+        return self._card.dispatch(func, args, kwargs or {})
 
 
 class Card:
@@ -74,6 +74,10 @@ class Card:
     def mode(self) -> TorchDispatchMode:
         """Sends operations to the card; a new one, since each can be entered once at a time."""
         return _Mode(self)
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation of torch, if it concerns the card."""
+        return dispatch(self, func, args, kwargs)
 
     # -- streams ----------------------------------------------------------------------------------
 

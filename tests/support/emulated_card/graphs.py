@@ -16,7 +16,9 @@ from emulated_card.memory import Allocation, Pool
 if TYPE_CHECKING:
     from emulated_card.card import Card
 
-__all__ = ["CUDAGraph", "Capture", "MemPool", "graph", "new_pool"]
+__all__ = ["GRAPH_BYTES", "CUDAGraph", "Capture", "MemPool", "graph", "new_pool"]
+
+GRAPH_BYTES = 64 * 1024  # that the driver takes for a captured graph, besides the memory of its tensors
 
 _numbers = count(1)
 _INVALIDATED = "CUDA error: operation failed due to a previous error during capture"
@@ -115,6 +117,7 @@ class CUDAGraph:
             capture.works.clear()
             raise RuntimeError(_INVALIDATED)
         card.allocator.end(capture.pool.key)
+        card.allocator.driver += GRAPH_BYTES
         self._key = capture.pool.key
 
     def replay(self) -> None:
@@ -143,6 +146,7 @@ class CUDAGraph:
             pool = self._capture.pool
             pool.leftovers[:] = [(owner, fill) for owner, fill in pool.leftovers if owner is not self._capture]
             self._card.allocator.leave(self._key)
+            self._card.allocator.driver -= GRAPH_BYTES
             self._key = self._capture = None
 
     def __del__(self) -> None:

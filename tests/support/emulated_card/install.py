@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import random
 import threading
 import types
@@ -16,11 +17,13 @@ import torch
 from gpu_rounding import rounded_as_on_a_gpu
 from quick_interpreter import quick_interpreter
 from torch import Tensor
-from torch.utils._device import _device_constructors
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext, _device_constructors
 
 from emulated_card import graphs, streams
 from emulated_card.card import Card
 from emulated_card.device_guard import device_guard
+from emulated_card.flash import flash_attention
 from emulated_card.kernels import CheckedAccess, launch_kernel
 from emulated_card.tensors import CUDA, CudaTensor, borrowed
 from inflight.kernels.gpu import launch
@@ -66,7 +69,17 @@ def emulated_card(
         stack.enter_context(device_guard())
         stack.enter_context(card.mode)
         stack.enter_context(torch.no_grad())  # torch without CUDA ends the process when it differentiates
+        _set_aside_what_is_there()
         yield card
+        if card.pinned.is_registered:
+            gc.collect()  # what has pinned it is to unpin it while there is a card
+
+
+def _set_aside_what_is_there() -> None:
+    """An engine that loads collects garbage a dozen times, and need not look at all that was there before."""
+    if gc.isenabled():
+        gc.collect()
+        gc.freeze()
 
 
 def _replacements(card: Card) -> dict[Any, dict[str, Any]]:
@@ -146,7 +159,7 @@ def _cuda_of(card: Card) -> dict[str, Any]:
         "graph": graphs.graph,
         "graph_pool_handle": graphs.new_pool,
         "is_current_stream_capturing": lambda: card.capture_of(card.current_stream()) is not None,
-        "mem_get_info": lambda device=None: (memory.total - memory.others - memory.reserved, memory.total),
+        "mem_get_info": lambda device=None: (memory.available - memory.reserved, memory.total),
         "memory_allocated": lambda device=None: memory.allocated,
         "memory_reserved": lambda device=None: memory.reserved,
         "max_memory_allocated": lambda device=None: memory.peak_allocated,
@@ -170,7 +183,7 @@ def _on_the_host_first(make: Any, card: Card) -> Any:
 
     @functools.wraps(make)
     def made(data: Any, *args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        place = None if device is None else torch.device(device)
+        place = _default_device() if device is None else torch.device(device)
         interface = None if isinstance(data, Tensor) else getattr(data, "__cuda_array_interface__", None)
         if interface is not None:
             return _at_address(card, interface)
@@ -182,6 +195,12 @@ def _on_the_host_first(make: Any, card: Card) -> Any:
         return make(data, *args, device="cpu", **kwargs).to(CUDA)
 
     return made
+
+
+def _default_device() -> torch.device | None:
+    """That of the innermost `with torch.device(...)` or of `torch.set_default_device`; None if there is none."""
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 def _at_address(card: Card, interface: dict[str, Any]) -> Tensor:
@@ -222,12 +241,23 @@ def _kernels_on(card: Card) -> Iterator[None]:
     """Launches of kernels in the Triton language go to the card, if its package is there."""
     try:
         from triton.runtime import interpreter
+
+        from inflight.kernels.gpu import gpu_pdl
     except ImportError:
         yield
         return
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch_kernel(card, self, args, kwargs, grid, warmup)
+
+    def grid_barrier(builder: Any) -> None:  # plans outlive a card
+        streams.current_card().access.wait()
+
+    set_place = interpreter.InterpreterBuilder.set_grid_idx
+
+    def begin_program(builder: Any, *place: int) -> None:
+        card.access.program_begins()
+        set_place(builder, *place)
 
     caches = property(lambda self: {0: (card.compiled.setdefault(self, {}),)})
     card.access = CheckedAccess(interpreter._interpreter)
@@ -237,5 +267,14 @@ def _kernels_on(card: Card) -> Iterator[None]:
         patch.object(interpreter.InterpretedFunction, "run", run),
         patch.object(interpreter.InterpretedFunction, "device_caches", caches, create=True),
         patch.object(interpreter, "_interpreter", card.access),
+        patch.object(interpreter.InterpreterBuilder, "set_grid_idx", begin_program),
+        patch.object(interpreter.InterpreterBuilder, "grid_barrier", grid_barrier, create=True),
+        patch.multiple(
+            gpu_pdl,
+            interpreted=lambda: False,
+            gdc_wait=lambda: interpreter.interpreter_semantic.builder.grid_barrier(),
+            gdc_launch_dependents=lambda: None,  # the next kernel starts when this one has ended
+        ),
+        flash_attention(),
     ):
         yield

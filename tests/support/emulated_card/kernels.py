@@ -2,11 +2,16 @@
 
 A launch checks what a GPU checks: arguments on the card, the size of the grid, that nothing is compiled during a
 capture.  A load or store outside of the memory of the launch's tensors is an illegal access.
+
+With `launch_pdl` a kernel starts while the one before it runs (`kernels/gpu/gpu_pdl.py`).  Here it starts when that one
+has ended, so what would be a race is an error: a program that accesses memory before it waits, or never waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +29,7 @@ __all__ = ["GRID_LIMITS", "CheckedAccess", "launch_kernel"]
 
 GRID_LIMITS = (2**31 - 1, 65535, 65535)
 _COMPILED = SimpleNamespace(n_regs=128, metadata=SimpleNamespace(shared=64 * 1024))
+_FIRST_WITH_PDL = (9, 0)
 _ALIGNMENT = 16  # the compiler takes pointers and integers that are multiples of it for a kind of their own
 
 
@@ -62,13 +68,13 @@ def launch_kernel(card: Card, kernel: Any, args: Any, kwargs: Any, grid: Any, wa
     executor._init_args_hst = lambda args, kwargs: (args, kwargs)
     executor._restore_args_dev = lambda *args: None
     ranges = [(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()) for x in reachable]
+    is_dependent = bool(kwargs.get("launch_pdl"))
+    if is_dependent and card.capability < _FIRST_WITH_PDL:
+        raise RuntimeError(f"PTXAS error: griddepcontrol of {kernel.__name__} requires .target sm_90 or higher")
 
     def run() -> None:
-        card.access.ranges = ranges
-        try:
+        with card.access.of_kernel(ranges, is_dependent):
             executor(*inner_args, **inner_kwargs)
-        finally:
-            card.access.ranges = []
 
     card.launch(run, used)
     return _COMPILED
@@ -101,15 +107,38 @@ def _kind(value: Any, has_values: bool, has_alignment: bool) -> Any:
 
 
 class CheckedAccess:
-    """Takes the place of the interpreter's memory accesses.
-
-    Attributes:
-        ranges: address and bytes of the memory that the running kernel has pointers to; empty: it is not the card's.
-    """
+    """Takes the place of the interpreter's memory accesses, and is told when a program begins and waits."""
 
     def __init__(self, real: Any) -> None:
         self._real = real
-        self.ranges: list[tuple[int, int]] = []
+        self._ranges: list[tuple[int, int]] = []  # of the running kernel; empty: it is not the card's
+        self._is_dependent = False
+        self._is_free = True  # the running program has waited, or need not
+
+    @contextlib.contextmanager
+    def of_kernel(self, ranges: list[tuple[int, int]], is_dependent: bool) -> Iterator[None]:
+        """While a kernel runs.
+
+        Args:
+            ranges: address and bytes of the memory that it has pointers to.
+            is_dependent: its programs must wait for the kernel before it.
+        """
+        self._ranges, self._is_dependent = ranges, is_dependent
+        try:
+            yield
+            self.program_begins()
+        finally:
+            self._ranges, self._is_dependent, self._is_free = [], False, True
+
+    def program_begins(self) -> None:
+        """And the one before it has ended."""
+        if not self._is_free:
+            raise RuntimeError("a program of a kernel with launch_pdl did not wait for the kernel before it (gdc_wait)")
+        self._is_free = not self._is_dependent
+
+    def wait(self) -> None:
+        """`gdc_wait`"""
+        self._is_free = True
 
     def load(self, ptrs: Any, mask: Any, other: Any, dtype: Any) -> Any:
         self._check(ptrs, mask, np.dtype(dtype).itemsize, "read")
@@ -127,16 +156,18 @@ class CheckedAccess:
         return getattr(self._real, name)
 
     def _check(self, ptrs: Any, mask: Any, size: int, what: str) -> None:
-        if not self.ranges:
+        if not self._ranges:
             return
+        if not self._is_free:
+            raise RuntimeError(f"a race: a program wants to {what} before it waits for the kernel before it (gdc_wait)")
         used = ptrs[np.broadcast_to(mask, ptrs.shape).astype(bool)]
         if not used.size:
             return
         low, high = int(used.min()), int(used.max()) + size
-        if any(start <= low and high <= start + length for start, length in self.ranges):
+        if any(start <= low and high <= start + length for start, length in self._ranges):
             return
         fits = np.zeros(used.shape, dtype=bool)
-        for start, length in self.ranges:
+        for start, length in self._ranges:
             fits |= (used >= start) & (used + size <= start + length)
         if not fits.all():
             raise RuntimeError(f"an illegal memory access: a kernel wants to {what} at {int(used[~fits][0]):#x}")

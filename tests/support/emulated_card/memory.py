@@ -92,6 +92,7 @@ class Allocator:
     def __init__(self, total: int, launch: Callable[[Callable[[], None]], None], drain: Callable[[], None]) -> None:
         self.total = total
         self.others = 0  # bytes that other processes hold
+        self.driver = 0  # bytes that the driver holds for this process
         self.lock = threading.RLock()
         self.default = Pool((0, 0))
         self.pools: dict[tuple[int, int], Pool] = {}
@@ -100,6 +101,11 @@ class Allocator:
         self._launch, self._drain = launch, drain
         self._storages: weakref.WeakValueDictionary[int, Allocation] = weakref.WeakValueDictionary()
         self._closed = False
+
+    @property
+    def available(self) -> int:
+        """Bytes of the card that this allocator has, or can have."""
+        return self.total - self.others - self.driver
 
     @property
     def reserved(self) -> int:
@@ -143,12 +149,12 @@ class Allocator:
         if missing <= 0:
             return
         grown = -(-missing // _SEGMENT) * _SEGMENT
-        if self.reserved + grown > self.total - self.others:
+        if self.reserved + grown > self.available:
             self.release_cached()
             grown = -(-max(0, pool.allocated + size - pool.reserved) // _SEGMENT) * _SEGMENT
-        if self.reserved + grown > self.total - self.others:
+        if self.reserved + grown > self.available:
             self.num_ooms += 1
-            free = (self.total - self.others - self.reserved) / _MIB
+            free = (self.available - self.reserved) / _MIB
             raise torch.OutOfMemoryError(
                 f"CUDA out of memory. Tried to allocate {size / _MIB:.2f} MiB. GPU 0 has a total capacity of "
                 f"{self.total / _MIB:.2f} MiB; {free:.2f} MiB are free."
@@ -217,6 +223,11 @@ class PinnedMemory:
         storage = tensor.untyped_storage()
         self._storages[storage.data_ptr()] = StorageWeakRef(storage)
         return tensor
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether any memory was pinned by its address, and has not been unpinned."""
+        return bool(self._registered)
 
     def register(self, address: int, size: int, flags: int) -> int:
         """cudaHostRegister: 0, or cudaErrorHostMemoryAlreadyRegistered."""

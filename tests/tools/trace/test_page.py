@@ -47,7 +47,9 @@ def test_the_page_draws_its_data(tmp_path):
             break
     assert f"12 requests, {len(timeline.steps)} steps, {core.scheduler.num_preempted_total} preemptions" in text
     assert "All 12 requests in batches of 8, in order of arrival" in text
-    assert "of slot iterations idle in static batches" in text
+    assert "of the iterations of occupied slots idle in static batches" in text
+    assert "for the same 12 requests: steps of the engine, and static batches of 8 (both computed)" in text
+    assert f"{timeline.num_output_tokens} output tokens in" in text
     assert "A row for each of 12 requests" in text, "the rows were drawn"
     assert f"of {drafter.num_drafts} drafts accepted" in text
     assert text.count("<tr>") == 13, "the table for readers who cannot see the picture"

@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from engine_rig import Info, add, run_until_idle
+from trace_rig import traced_core
 
 from inflight.engine.policies.cost_model import StepCost, StepLoad
 from inflight.engine.step_trace import FORMAT, StepRecord, Trace
-from inflight_tools.trace.static_baseline import StaticRequest, fit_step_cost, schedule_static
-from inflight_tools.trace.timeline import Timeline
+from inflight_tools.trace.html import static_requests
+from inflight_tools.trace.static_baseline import StaticRequest, fit_step_cost, schedule_static, seconds_of_steps
+from inflight_tools.trace.timeline import Timeline, build_timeline
 
 
 def requests(*outputs: int, prompt: int = 10, arrivals: list[float] | None = None) -> list[StaticRequest]:
@@ -50,10 +53,50 @@ def test_a_batch_waits_to_fill_but_no_longer_than_the_delay():
     assert [batch.start for batch in late] == pytest.approx([0.1, 5.1])
 
 
-def test_empty_slots_count_as_idle():
-    assert schedule_static(requests(3), StepCost.linear(1.0), batch_size=8).idle_share == pytest.approx(7 / 8)
+def test_slots_that_no_request_had_arrived_for_are_not_idle():
+    one = schedule_static(requests(3), StepCost.linear(1.0), batch_size=8)
+    assert (one.idle_share, one.seconds) == (0.0, 3.0)
     empty = schedule_static([], StepCost.linear(1.0))
-    assert (empty.end, empty.idle_share) == (0.0, 0.0)
+    assert (empty.end, empty.seconds, empty.idle_share) == (0.0, 0.0, 0.0)
+
+
+def traced(arrivals: list[int], **options: int) -> Timeline:
+    """An engine that gets so many requests, runs until it is idle, and waits for the next ones."""
+    core = traced_core(Info(max_model_len=64, num_blocks=64), max_num_seqs=8, enable_prefix_caching=True, **options)
+    ids = itertools.count()
+    for number in arrivals:
+        for _ in range(number):
+            request_id = next(ids)
+            add(core, request_id, [*range(1, 10), request_id], max_tokens=2 + 5 * (request_id % 4), ignore_eos=True)
+        run_until_idle(core, {}, {})
+        for _ in range(5000):
+            core.clock()
+    return build_timeline(core.trace.snapshot())
+
+
+def test_at_light_load_both_cost_the_same():
+    """Requests that come one by one are batches of one: idle time, waits for a batch to fill and empty slots are
+    neither's cost, and both find the same in the prefix cache."""
+    timeline = traced([1] * 6)
+    found, cost = static_requests(timeline), fit_step_cost(timeline)
+    assert len(found) == 6 and found[0].prompt > found[-1].prompt
+    schedule = schedule_static(found, cost)
+    assert all(batch.start >= request.arrival for batch, request in zip(schedule.batches, found))
+    assert [len(batch.slots) for batch in schedule.batches] == [1] * 6
+    assert schedule.seconds == pytest.approx(seconds_of_steps(timeline, {r.label for r in found}, cost))
+    assert schedule.seconds < 200 < 20_000 < timeline.end
+    assert schedule.idle_share == 0.0
+
+
+def test_at_full_load_static_batches_cost_more():
+    timeline = traced([16])
+    found, cost = static_requests(timeline), fit_step_cost(timeline)
+    schedule = schedule_static(found, cost, queue_delay=1000.0)  # ticks
+    assert [len(batch.slots) for batch in schedule.batches] == [8, 8]
+    labels = {request.label for request in found}
+    assert schedule.seconds > 1.1 * seconds_of_steps(timeline, labels, cost)
+    assert seconds_of_steps(timeline, set(), cost) == 0.0
+    assert schedule.idle_share > 0.3
 
 
 def timeline(steps: list[tuple[int, int, float]]) -> Timeline:

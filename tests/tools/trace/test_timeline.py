@@ -152,3 +152,19 @@ def test_a_trace_without_steps_is_an_empty_timeline():
     core = make_core(Info(), step_trace=True)
     timeline = build_timeline(core.trace.snapshot())
     assert (timeline.rows, timeline.end) == ([], 0.0)
+
+
+def test_time_without_a_request_is_not_open_and_tokens_before_the_trace_do_not_count():
+    core = traced_core(Info())
+    clock = core.clock
+    for request_id in range(3):
+        add(core, request_id, [1, 2, 3], max_tokens=4, ignore_eos=True)
+        run_until_idle(core, {}, {})
+        for _ in range(1000):  # the clock ticks, and nothing is open
+            clock()
+    timeline = build_timeline(core.trace.snapshot())
+    assert timeline.num_output_tokens == 3 * 4
+    assert timeline.end > 2000 and timeline.open_seconds < 100
+    short = build_timeline(core.trace.snapshot().last(2))  # decodes of the last request
+    assert short.num_output_tokens == 2
+    assert short.open_seconds == short.end

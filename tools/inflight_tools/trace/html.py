@@ -7,7 +7,12 @@ from typing import Any
 
 import msgspec
 
-from inflight_tools.trace.static_baseline import StaticRequest, fit_step_cost, schedule_static
+from inflight_tools.trace.static_baseline import (
+    StaticRequest,
+    fit_step_cost,
+    schedule_static,
+    seconds_of_steps,
+)
 from inflight_tools.trace.timeline import Row, Timeline
 
 __all__ = ["static_requests", "timeline_html"]
@@ -28,6 +33,8 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
         "model": title or trace.model,
         "unix": timeline.origin + trace.wall_clock,
         "end": _round(timeline.end),
+        "open": _round(timeline.open_seconds),
+        "produced": timeline.num_output_tokens,
         "maxSeqs": trace.max_num_seqs,
         "maxTokens": trace.max_num_batched_tokens,
         "blockSize": trace.block_size,
@@ -43,7 +50,12 @@ def timeline_html(timeline: Timeline, title: str | None = None) -> str:
 def static_requests(timeline: Timeline) -> list[StaticRequest]:
     """The sequences for the static baseline: sequences that the trace covers from arrival to end."""
     return [
-        StaticRequest(row.label, row.request.arrival - timeline.origin, row.request.num_prompt_tokens, output)
+        StaticRequest(
+            row.label,
+            row.request.arrival - timeline.origin,
+            row.request.num_prompt_tokens - row.request.num_cached_tokens,
+            output,
+        )
         for row in timeline.rows
         if row.whole and row.request.finish_reason in ("stop", "length") and (output := row.request.num_output_tokens)
     ]
@@ -53,7 +65,8 @@ def _static(timeline: Timeline) -> dict[str, Any] | None:
     requests = static_requests(timeline)
     if not requests:
         return None
-    schedule = schedule_static(requests, fit_step_cost(timeline))
+    cost = fit_step_cost(timeline)
+    schedule = schedule_static(requests, cost)
     batches = [
         [
             _round(batch.start),
@@ -68,6 +81,8 @@ def _static(timeline: Timeline) -> dict[str, Any] | None:
         "size": schedule.batch_size,
         "requests": len(requests),
         "end": _round(schedule.end),
+        "seconds": _round(schedule.seconds),
+        "ours": _round(seconds_of_steps(timeline, {request.label for request in requests}, cost)),
         "idle": schedule.idle_share,
         "arrivals": {request.label: _round(request.arrival) for request in requests},
         "batches": batches,

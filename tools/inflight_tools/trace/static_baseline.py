@@ -4,11 +4,13 @@ A batch forms from the queue, in order of arrival, once `batch_size` requests wa
 waited `queue_delay` (Triton's dynamic batcher with a preferred size); batches run one at a time.
 Prompts are padded to the longest, then every slot decodes until the longest output is complete; a slot
 whose sequence has ended idles.  A step costs what the traced engine's own steps cost, by a linear fit,
-so the two pictures differ in batching alone.
+so the two pictures differ in batching alone.  The engine's steps for the same requests get their cost from the
+same fit, and time without a step or a batch counts for neither: requests that come one by one cost both the same.
 """
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,14 +19,22 @@ from inflight.engine.policies.cost_model import StepCost, StepLoad
 from inflight_tools.least_squares import nonnegative_least_squares
 from inflight_tools.trace.timeline import Timeline
 
-__all__ = ["StaticBatch", "StaticRequest", "StaticSchedule", "StaticSlot", "fit_step_cost", "schedule_static"]
+__all__ = [
+    "StaticBatch",
+    "StaticRequest",
+    "StaticSchedule",
+    "StaticSlot",
+    "fit_step_cost",
+    "schedule_static",
+    "seconds_of_steps",
+]
 
 _HICCUP_QUANTILE = 0.99  # longer steps are hiccups of the machine, not a cost
 
 
 @dataclass(frozen=True, slots=True)
 class StaticRequest:
-    """A sequence as the batcher sees it: `arrival` in seconds, lengths in tokens."""
+    """A sequence as the batcher sees it: `arrival` in seconds, lengths in tokens; `prompt` without what was cached."""
 
     label: str
     arrival: float
@@ -61,7 +71,7 @@ class StaticSchedule:
     """All batches.
 
     Attributes:
-        batch_size: slots of a batch; the empty slots of a smaller batch count as idle.
+        batch_size: slots of a batch.
     """
 
     batch_size: int
@@ -72,9 +82,17 @@ class StaticSchedule:
         return self.batches[-1].end if self.batches else 0.0
 
     @property
+    def seconds(self) -> float:
+        """Time in which a batch ran."""
+        return sum(batch.end - batch.start for batch in self.batches)
+
+    @property
     def idle_share(self) -> float:
-        """Share of slot iterations in which a slot had nothing to decode, 0 to 1."""
-        offered = sum(self.batch_size * batch.iterations for batch in self.batches)
+        """Share of the iterations of occupied slots in which the slot's sequence had ended, 0 to 1.
+
+        Slots that were empty because too few requests had arrived do not count.
+        """
+        offered = sum(len(batch.slots) * batch.iterations for batch in self.batches)
         used = sum(slot.output for batch in self.batches for slot in batch.slots)
         return 1 - used / offered if offered else 0.0
 
@@ -114,3 +132,20 @@ def fit_step_cost(timeline: Timeline) -> StepCost:
     kept = seconds <= np.quantile(seconds, _HICCUP_QUANTILE)
     fixed, per_sequence, per_token = map(float, nonnegative_least_squares(design[kept], seconds[kept]))
     return StepCost.linear(fixed, per_sequence=per_sequence, per_prefill_token=per_token)
+
+
+def seconds_of_steps(timeline: Timeline, labels: Container[str], cost: StepCost) -> float:
+    """Seconds that the traced engine's steps cost for the sequences with these labels."""
+    loads: dict[int, list[int]] = {}  # step -> prefills, tokens of them, decodes
+    for row in timeline.rows:
+        for piece in row.slices if row.label in labels else ():
+            if piece.step is not None:
+                load = loads.setdefault(piece.step, [0, 0, 0])
+                if piece.kind == "prefill":
+                    load[0], load[1] = load[0] + 1, load[1] + piece.tokens - piece.drafts + piece.accepted
+                else:
+                    load[2] += 1
+    return sum(
+        cost.seconds(StepLoad(prefills=prefills, prefill_tokens=tokens, decodes=decodes))
+        for prefills, tokens, decodes in loads.values()
+    )

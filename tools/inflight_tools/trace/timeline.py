@@ -43,12 +43,14 @@ class Row:
     Attributes:
         first_token: end of the step that sampled its first token; None if the trace does not contain it.
         whole: whether the trace contains all of its steps.
+        num_sampled: tokens that it sampled in the trace's steps, which can be more than it kept.
     """
 
     request: RequestRecord
     slices: list[Slice] = field(default_factory=list)
     first_token: float | None = None
     whole: bool = True
+    num_sampled: int = 0
 
     @property
     def label(self) -> str:
@@ -78,6 +80,21 @@ class Timeline:
     @property
     def steps(self) -> list[StepRecord]:
         return self.trace.steps
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Output tokens of the traced steps."""
+        return sum(min(row.num_sampled, row.request.num_output_tokens) for row in self.rows)
+
+    @property
+    def open_seconds(self) -> float:
+        """Time in which some sequence waited or ran; the engine was idle in the rest."""
+        seconds, until = 0.0, 0.0
+        for row in self.rows:  # by arrival
+            begin = max(until, row.request.arrival - self.origin)
+            end = self.end if row.request.end is None else min(row.request.end - self.origin, self.end)
+            seconds, until = seconds + max(0.0, end - begin), max(until, end)
+        return seconds
 
 
 @dataclass(slots=True)
@@ -144,6 +161,8 @@ def _advance(state: _SequenceState, step: StepRecord, place: int, index: int, or
     kind: Kind = "prefill" if tokens - drafts > 1 or computed < max(prompt, state.catch_up) else "decode"
     piece = Slice(kind, start, end, index, tokens, computed, drafts, accepted)
     row.slices.append(piece)
+    if step.samples[place]:
+        row.num_sampled += 1 + accepted
     if step.samples[place] and row.first_token is None and computed + tokens == prompt:
         row.first_token = end
     state.idle, state.free_from, state.last_step = "waiting", end, index

@@ -28,7 +28,7 @@ def check_model_json_trust(
     environment: Mapping[str, str] | None = None,
     known: Sequence[Path] | None = None,
 ) -> None:
-    """Refuse keys that run code or choose where to write, unless the model is in the operator's own repository.
+    """Refuse keys that run code or choose where to write or send, unless the model is in the operator's own repository.
 
     Args:
         model_dir: the version's folder, which contains `model.json`; resolved.
@@ -45,6 +45,7 @@ def check_model_json_trust(
             ("python_executable", config.python_executable),
             ("trust_remote_code", config.trust_remote_code),
             ("download_dir", config.download_dir),
+            ("otlp_traces_endpoint", config.otlp_traces_endpoint),
         )
         if value
     ]

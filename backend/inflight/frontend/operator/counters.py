@@ -20,6 +20,7 @@ class Counters:
         requests: number of ended requests by ending: "finished", or one of `metric_specs.ENDINGS`.
         restarts, deaths: of engine processes.
         replays: requests that another engine process continued.
+        generation_tokens: output tokens.
         last_step: state after the last step; None before the first.
         last_step_time: `time.monotonic()` of its arrival.
     """
@@ -27,7 +28,7 @@ class Counters:
     def __init__(self, metrics: StatsSink) -> None:
         self._metrics = metrics
         self.requests: Counter[str] = Counter()
-        self.restarts = self.deaths = self.replays = 0
+        self.restarts = self.deaths = self.replays = self.generation_tokens = 0
         self.last_step: StepStats | None = None
         self.last_step_time = 0.0
         self.settle = metrics.settle
@@ -35,6 +36,7 @@ class Counters:
 
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None:
         self.last_step, self.last_step_time = message.stats, received
+        self.generation_tokens += message.num_tokens
         self._metrics.step(message, received, open_ids)
 
     def engine_ready(self, ready: EngineReady, again: bool) -> None:

@@ -204,10 +204,9 @@ class Metrics:
     def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None:
         """Count one engine step, which arrived at `received`; `open_ids`: ids of the open requests."""
         stats, leads, counted = message.stats, message.leads, self._published.counted
-        num_tokens = len(message.tokens.token_ids) + sum(len(delta.token_ids) for delta in message.full_deltas)
         with self._lock:
             self._take_stats(stats, leads)
-            self._counts["vllm:generation_tokens_total"] += num_tokens
+            self._counts["vllm:generation_tokens_total"] += message.num_tokens
             for gap, count in self._gaps.take(message, received, open_ids):
                 for name in _GAPS:
                     counted[name].add(gap, count)

@@ -135,6 +135,7 @@ class InstanceStatus:
                 "open_requests": self._output_processor.num_open,
                 "open_sequences": self._output_processor.num_open_sequences,
                 "requests": dict(self._counters.requests),
+                "generation_tokens": self._counters.generation_tokens,
                 "engine_deaths": self._counters.deaths,
                 "engine_restarts": self._counters.restarts,
                 "replays": self._replays(),

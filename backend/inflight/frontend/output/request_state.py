@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.messages import AddRequest, SequenceDelta, SequenceTimes
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs, spelling_tokenizer
 from inflight.frontend.request.parsed_request import ParsedRequest
@@ -30,6 +30,8 @@ class RequestState:
         last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: no early end.
         prompt_logprobs: the JSON of each token that has arrived, until they are sent; None if not requested.
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
+        times: what the engine reports about sequences of a traced request, by index.
+        admitted_time: `time.monotonic()` seconds when a traced request first ran; None until its first token.
         settled: the metrics include its end, so its last response can be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the waiting one (0.0: none waits).
         paused: the engine was told to drop it until its inbox is empty (`Backpressure`).
@@ -53,6 +55,8 @@ class RequestState:
         self.last_act: Callable[[], None] | None = None
         self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.num_cached_tokens: int | None = None
+        self.times: dict[int, SequenceTimes] = {}
+        self.admitted_time: float | None = None
         self.settled = False
         self.sent_time = self.due = 0.0
         self.paused = self.stopped = False
@@ -145,6 +149,9 @@ class RequestState:
                 self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
             if self.num_cached_tokens is None:  # the first sequence that runs reports the prompt's
                 self.num_cached_tokens = delta.num_cached_tokens
+            if delta.times is not None:
+                self.times[delta.index] = delta.times
+                self.admitted_time = self.admitted_time or delta.times.admitted
             sequence = self.sequences[delta.index]
             sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:

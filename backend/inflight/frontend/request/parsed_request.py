@@ -8,6 +8,7 @@ import msgspec
 
 from inflight.engine.messages import AddRequest
 from inflight.frontend.request.resume import SequenceEnd
+from inflight.frontend.request.trace_context import RequestTrace
 
 __all__ = ["ParsedRequest"]
 
@@ -30,6 +31,7 @@ class ParsedRequest:
         cumulative: each response repeats the content of the earlier ones.
         separate: each response has one sequence, as TensorRT-LLM's do.
         name: the client's request id, for the log; "" for none.
+        trace: for its span; None: it has none.
     """
 
     engine_request: AddRequest
@@ -43,6 +45,7 @@ class ParsedRequest:
     cumulative: bool = False
     separate: bool = False
     name: str = ""
+    trace: RequestTrace | None = None
 
     def with_id(self, request_id: int) -> ParsedRequest:
         """The same request with the engine's id."""

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.chat.chat_template import ChatTemplate
@@ -22,6 +23,7 @@ from inflight.frontend.request.prompts import PromptReader
 from inflight.frontend.request.resume import RESUME_INPUTS, read_resumed
 from inflight.frontend.request.sampling_keys import CUMULATIVE, FINAL_ONLY, SAMPLING_KEYS, RequestKeys, request_keys
 from inflight.frontend.request.tenant import tenant_of
+from inflight.frontend.request.trace_context import RequestTrace, trace_of
 from inflight.frontend.request.values import field_of, to_bool, to_float, to_int, to_text
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
@@ -98,6 +100,7 @@ class RequestParser:
         )
         prepends &= not resumed.token_ids  # the client has it already
         timeout = _timeout(wire)
+        trace = self._trace(wire, "chat" if "messages" in inputs else "text_completion")
         return ParsedRequest(
             AddRequest(
                 request_id=0,
@@ -109,6 +112,7 @@ class RequestParser:
                 cache_salt=self._name(fields, "cache_salt"),
                 arrival=wire.received,
                 output_token_ids=resumed.token_ids,
+                attached=None if trace is None else Attached(traced=True),
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
             prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
@@ -120,7 +124,11 @@ class RequestParser:
             cumulative=keys.output_kind == CUMULATIVE,
             separate=self._is_tensorrt_llm,
             name=self.limits.check_name("the request id", wire.request_id),
+            trace=trace,
         )
+
+    def _trace(self, wire: WireRequest, operation: str) -> RequestTrace | None:
+        return None if self._config.otlp_traces_endpoint is None else trace_of(wire.parameters, operation)
 
     def _tenant(self, fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:
         return self.limits.check_name("tenant", tenant_of(self._header, parameters, self._name(fields, "tenant")))

@@ -41,7 +41,11 @@ def load_mxfp4(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device:
     if not stays_packed(config, dtype):
         if config.kernel_config.fused_experts:
             _log.warning("experts in MXFP4 are unpacked: the kernel needs dtype bfloat16 or float16, not %s", dtype)
-        return pretrained(config, hf_config, dtype, device, quantization_config=Mxfp4Config(dequantize=True))
+        model = pretrained(config, hf_config, dtype, device, quantization_config=Mxfp4Config(dequantize=True))
+        for module in model.modules():
+            if isinstance(module, GptOssExperts):
+                module.to(dtype)  # transformers 5.17 unpacks to bfloat16, whatever it is asked for
+        return model
     plain = copy.deepcopy(hf_config)
     del plain.quantization_config
     model = pretrained(config, plain, dtype, device, quantization_config=_AsStored())

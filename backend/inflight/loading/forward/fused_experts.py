@@ -85,7 +85,7 @@ def _plain_experts(module: Any) -> ExpertProducts | str | None:
     if not hasattr(module, "is_transposed") or not hasattr(module, "_apply_gate"):
         return None
     name = type(module).__name__
-    if not module.has_gate or module.has_post_expert_norm:
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):  # transformers 5.17 has no such norms
         return f"{name} has {'a norm after each expert' if module.has_gate else 'no gates'}"
     gate_up, down = (_weights(module, part) for part in ("gate_up_proj", "down_proj"))
     if (gate := _gate_of(module, gate_up.num_outputs)) is None:

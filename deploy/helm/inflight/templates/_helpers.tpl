@@ -2,13 +2,37 @@
 {{- default .Chart.Name .Values.nameOverride | trunc 40 | trimSuffix "-" }}
 {{- end }}
 
+{{/* Of the release, and of a model if the release has several: with what is appended, at most 63 characters. */}}
 {{- define "inflight.fullname" -}}
+{{- $length := ternary 28 40 (hasKey . "slug") }}
 {{- if .Values.fullnameOverride }}
-{{- .Values.fullnameOverride | trunc 40 | trimSuffix "-" }}
+{{- .Values.fullnameOverride | trunc $length | trimSuffix "-" }}
 {{- else if contains (include "inflight.name" .) .Release.Name }}
-{{- .Release.Name | trunc 40 | trimSuffix "-" }}
+{{- .Release.Name | trunc $length | trimSuffix "-" }}
 {{- else }}
-{{- printf "%s-%s" .Release.Name (include "inflight.name" .) | trunc 40 | trimSuffix "-" }}
+{{- printf "%s-%s" .Release.Name (include "inflight.name" .) | trunc $length | trimSuffix "-" }}
+{{- end }}
+{{- with .slug }}-{{ . }}{{ end }}
+{{- end }}
+
+{{/* A model's name as a part of names and labels. */}}
+{{- define "inflight.slug" -}}
+{{- regexReplaceAll "[^a-z0-9]+" (lower .) "-" | trimAll "-" | trunc 16 | trimSuffix "-" }}
+{{- end }}
+
+{{/* A template, by name, for each model of the release: `models` if it has any, else `model`.
+     Its context is as the release's; with `models` it has the values of the model, and `slug`. */}}
+{{- define "inflight.each" -}}
+{{- $root := index . 0 }}
+{{- $template := index . 1 }}
+{{- if $root.Values.models }}
+{{- range $root.Values.models }}
+{{- $values := mergeOverwrite (deepCopy (omit $root.Values "models")) (deepCopy .) }}
+---
+{{ include $template (dict "Values" $values "Chart" $root.Chart "Release" $root.Release "Files" $root.Files "slug" (include "inflight.slug" $values.model.name)) }}
+{{- end }}
+{{- else }}
+{{ include $template $root }}
 {{- end }}
 {{- end }}
 
@@ -21,6 +45,15 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 {{- define "inflight.selector" -}}
 {{ include "inflight.release" . }}
 app.kubernetes.io/component: server
+{{- with .slug }}
+inflight-model: {{ . }}
+{{- end }}
+{{- end }}
+
+{{/* The gateway in front of several models. */}}
+{{- define "inflight.frontSelector" -}}
+{{ include "inflight.release" . }}
+app.kubernetes.io/component: gateway
 {{- end }}
 
 {{- define "inflight.pickerSelector" -}}
@@ -28,6 +61,13 @@ app.kubernetes.io/component: server
 app.kubernetes.io/component: endpoint-picker
 {{- end }}
 
+{{/* The pod of `helm test`. */}}
+{{- define "inflight.testSelector" -}}
+{{ include "inflight.release" . }}
+app.kubernetes.io/component: test
+{{- end }}
+
+{{/* For what is not part of a pod: these change with each version of the chart, and a changed pod template restarts all pods. */}}
 {{- define "inflight.labels" -}}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service }}
@@ -100,8 +140,49 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- printf "%s %s" (include "inflight.modelJson" .) (include "inflight.image" .) | sha256sum | trunc 8 }}
 {{- end }}
 
+{{/* The host name of such pods of a Deployment: a part of their address behind the headless Service, whose name stays. */}}
+{{- define "inflight.peersHost" -}}
+v{{ include "inflight.peers" . }}
+{{- end }}
+
+{{- define "inflight.tritonName" -}}
+{{- printf "%s-triton" (include "inflight.fullname" .) }}
+{{- end }}
+
+{{/* Where gateways find their peers.  A StatefulSet names its pods itself, so there each version has a Service.
+     Not with the domain of the namespace: /etc/hosts has that name, for the pod alone. */}}
 {{- define "inflight.peersName" -}}
-{{- printf "%s-triton-%s" (include "inflight.fullname" .) (include "inflight.peers" .) }}
+{{- if eq .Values.workload.kind "Deployment" }}
+{{- printf "%s.%s" (include "inflight.peersHost" .) (include "inflight.tritonName" .) }}
+{{- else }}
+{{- printf "%s-%s" (include "inflight.tritonName" .) (include "inflight.peers" .) }}
+{{- end }}
+{{- end }}
+
+{{/* Whether gateways of other pods reach Triton. */}}
+{{- define "inflight.tritonIsShared" -}}
+{{- if or .Values.failover.enabled .slug }}true{{ end }}
+{{- end }}
+
+{{/* With hard rules a new pod may find no node while the old ones run, so an old one goes first. */}}
+{{- define "inflight.ruleIsHard" -}}
+{{- if and (not .Values.scheduling.affinity) (eq .Values.scheduling.antiAffinity "hard") }}true{{ end }}
+{{- if and (not .Values.scheduling.topologySpreadConstraints) (eq .Values.scheduling.spreadZones "hard") }}true{{ end }}
+{{- end }}
+
+{{- define "inflight.maxSurge" -}}
+{{- $given := toString .Values.workload.maxSurge }}
+{{- if ne $given "" }}{{ $given }}{{ else }}{{ ternary 0 1 (ne (include "inflight.ruleIsHard" .) "") }}{{ end }}
+{{- end }}
+
+{{- define "inflight.maxUnavailable" -}}
+{{- $given := toString .Values.workload.maxUnavailable }}
+{{- if ne $given "" }}{{ $given }}{{ else }}{{ ternary 1 0 (eq (include "inflight.maxSurge" .) "0") }}{{ end }}
+{{- end }}
+
+{{/* How clients and probes reach the gateway. */}}
+{{- define "inflight.scheme" -}}
+{{- ternary "https" "http" (ne .Values.gateway.tls.secretName "") }}
 {{- end }}
 
 {{/* Fewest replicas that may run. */}}
@@ -121,7 +202,7 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- if and $v.cache.perReplica $v.cache.existingClaim }}
 {{- fail "cache.perReplica and cache.existingClaim: choose one" }}
 {{- end }}
-{{- if and (eq $v.workload.kind "Deployment") (eq (toString $v.workload.maxSurge) "0") (eq (toString $v.workload.maxUnavailable) "0") }}
+{{- if and (eq $v.workload.kind "Deployment") (has (include "inflight.maxSurge" .) (list "0" "0%")) (has (include "inflight.maxUnavailable" .) (list "0" "0%")) }}
 {{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a rollout could not begin" }}
 {{- end }}
 {{- if and (eq $v.model.source "pvc") (not $v.model.pvc.claimName) }}
@@ -132,6 +213,15 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- if and $v.httpRoute.enabled (not $v.httpRoute.parentRefs) }}
 {{- fail "httpRoute.enabled: httpRoute.parentRefs names no Gateway" }}
+{{- end }}
+{{- if and $v.ingress.enabled $v.ingress.tls (not $v.ingress.hosts) }}
+{{- fail "ingress.tls: ingress.hosts names no host that the certificate could be for" }}
+{{- end }}
+{{- if and $v.endpointPicker.enabled $v.gateway.tls.secretName }}
+{{- fail "endpointPicker.enabled and gateway.tls.secretName: inference gateways speak plain HTTP to the pods; let the Gateway terminate TLS" }}
+{{- end }}
+{{- if and $v.endpointPicker.enabled .slug }}
+{{- fail "endpointPicker.enabled and models: a picker chooses among replicas of one model; install a release for each" }}
 {{- end }}
 {{- $budget := $v.podDisruptionBudget }}
 {{- $unset := list "" "<nil>" }}
@@ -147,5 +237,23 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- if or (eq $max "0") (eq $max "0%") (eq $min "100%") }}
 {{- fail "podDisruptionBudget: no node could be drained; allow one replica to leave, or set enabled to false" }}
 {{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Values of the release whose models contradict each other. */}}
+{{- define "inflight.checkModels" -}}
+{{- $seen := dict }}
+{{- range .Values.models }}
+{{- $slug := include "inflight.slug" .model.name }}
+{{- if not $slug }}
+{{- fail (printf "models: the name %q has no letter or digit" .model.name) }}
+{{- end }}
+{{- if has $slug (list "gateway" "model" "pods" "test" "triton") }}
+{{- fail (printf "models: the chart calls other things %q; choose another name than %q" $slug .model.name) }}
+{{- end }}
+{{- if hasKey $seen $slug }}
+{{- fail (printf "models: the names %q and %q both become %q in names of Kubernetes; choose names that differ in their first 16 letters and digits" (get $seen $slug) .model.name $slug) }}
+{{- end }}
+{{- $_ := set $seen $slug .model.name }}
 {{- end }}
 {{- end }}

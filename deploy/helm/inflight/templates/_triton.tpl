@@ -10,7 +10,11 @@
     - --model-control-mode=none
     - --http-port=8000
     - --grpc-port=8001
-    - --grpc-address={{ ternary "0.0.0.0" "127.0.0.1" (or .Values.service.grpc.enabled .Values.failover.enabled) }}
+    - --grpc-address={{ ternary "0.0.0.0" "127.0.0.1" (or .Values.service.grpc.enabled (ne (include "inflight.tritonIsShared" .) "")) }}
+    {{- if .slug }}
+    # Gateways look for new replicas when a connection ends; open streams stay.  Milliseconds.
+    - --grpc-max-connection-age=60000
+    {{- end }}
     - --metrics-port=8002
     - --exit-timeout-secs={{ include "inflight.exitSeconds" . }}
     {{- range .Values.server.extraArgs }}
@@ -42,9 +46,13 @@
     {{- with .Values.server.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}
+  {{- with .Values.server.envFrom }}
+  envFrom:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
   ports:
     - {name: http, containerPort: 8000}
-    {{- if (or .Values.service.grpc.enabled .Values.failover.enabled) }}
+    {{- if or .Values.service.grpc.enabled (include "inflight.tritonIsShared" .) }}
     - {name: grpc, containerPort: 8001}
     {{- end }}
     - {name: metrics, containerPort: 8002}
@@ -88,5 +96,8 @@
     - {name: triton-tmp, mountPath: /tmp}
     {{- if or (eq $model.source "pvc") (eq $model.source "image") }}
     - {name: checkpoint, mountPath: /checkpoint, readOnly: true}
+    {{- end }}
+    {{- with .Values.server.extraVolumeMounts }}
+    {{- toYaml . | nindent 4 }}
     {{- end }}
 {{- end }}

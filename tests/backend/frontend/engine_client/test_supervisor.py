@@ -396,7 +396,7 @@ def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_mo
     triton_model._supervisor, triton_model._output_processor = rig.supervisor, rig.streams
     triton_model._metrics = NoMetrics()
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
-    for part in ("_drain", "_status", "_tokenize_pool", "_unload_detector", "_beat", "_registry_entry"):
+    for part in ("_drain", "_status", "_tokenize_pool", "_unload_detector", "_beat", "_registry_entry", "_spans"):
         setattr(triton_model, part, nothing)
     triton_model._chat = ChatTemplate(None)
     triton_model._group = None

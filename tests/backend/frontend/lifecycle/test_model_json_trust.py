@@ -13,7 +13,12 @@ import pytest
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust, repositories
 
-CODE = [{"python_executable": "python3"}, {"trust_remote_code": True}, {"download_dir": "/anywhere"}]
+CODE: list[dict[str, Any]] = [
+    {"python_executable": "python3"},
+    {"trust_remote_code": True},
+    {"download_dir": "/anywhere"},
+    {"otlp_traces_endpoint": "http://anywhere"},
+]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from frontend_rig import RecordingStats
 
-from inflight.engine.messages import EngineReady, StepMessage, StepStats
+from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.counters import Counters
@@ -86,7 +86,8 @@ def rig() -> Any:
 
 
 def test_it_tells_what_the_frontend_and_the_engine_know(rig: Rig) -> None:
-    rig.counters.step(StepMessage([], LOAD), time.monotonic(), ())
+    tokens = TokenColumns([2, 3], [0, 0], [7, 8])
+    rig.counters.step(StepMessage([SequenceDelta(1, 0, [4, 5])], LOAD, tokens), time.monotonic(), ())
     rig.counters.engine_down()
     rig.counters.engine_ready(READY, True)
     rig.counters.unsuccessful("refused")
@@ -104,6 +105,7 @@ def test_it_tells_what_the_frontend_and_the_engine_know(rig: Rig) -> None:
     frontend = found["frontend"]
     assert (frontend["open_requests"], frontend["open_sequences"]) == (2, 5)
     assert (frontend["engine_deaths"], frontend["engine_restarts"], frontend["replays"]) == (1, 1, 4)
+    assert frontend["generation_tokens"] == 4
     assert frontend["requests"] == {"refused": 1} and frontend["last_step"]["running"] == 3
 
 

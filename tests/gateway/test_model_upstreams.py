@@ -1,0 +1,168 @@
+"""A gateway in front of several models, each with Tritons of its own."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc.aio
+import httpx
+import pytest
+from scripted_client import ScriptedClient, text
+
+from inflight_client import ServerUnreachableError
+from inflight_client.connection import Connection
+from inflight_gateway.app import build_app
+from inflight_gateway.errors import APIError
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.model_upstreams import ModelUpstreams, upstream_for
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.upstream import Upstream
+
+
+class Fleet:
+    """Models and the scripted clients behind them; `others` serves models without Tritons of their own."""
+
+    def __init__(self, others: tuple[str, ...] = ()) -> None:
+        self.clients = {name: self._client(name) for name in ("qwen", "llama")}
+        self.others = self._client("others", others) if others else None
+        named = {name: self._upstream(client, name) for name, client in self.clients.items()}
+        self.upstreams = ModelUpstreams(named, None if self.others is None else self._upstream(self.others))
+
+    @staticmethod
+    def _client(name: str, models: tuple[str, ...] = ()) -> ScriptedClient:
+        return ScriptedClient(lambda request: text(f"from {name}"), models or (name,))
+
+    @staticmethod
+    def _upstream(client: ScriptedClient, *models: str) -> Upstream:
+        return Upstream(GatewayOptions(models=models, reconnect_timeout=0), client)
+
+    def breaks(self, name: str) -> None:
+        """The Tritons of a model cannot be reached."""
+
+        async def unreachable(*_: Any, **__: Any) -> Any:
+            raise ServerUnreachableError(f"cannot reach {name}")
+
+        client: Any = self.clients[name]
+        client.metadata = client.responds = unreachable
+
+
+@pytest.fixture
+async def front() -> AsyncIterator[tuple[Fleet, httpx.AsyncClient]]:
+    fleet = Fleet()
+    options = GatewayOptions()
+    app = build_app(options, Gateway(options, fleet.upstreams))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://127.0.0.1") as http:
+        yield fleet, http
+
+
+async def test_a_request_goes_to_the_tritons_of_its_model(front: tuple[Fleet, httpx.AsyncClient]) -> None:
+    fleet, http = front
+    assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["qwen", "llama"]
+    for name in ("qwen", "llama"):
+        answer = await http.post("/v1/completions", json={"model": name, "prompt": "Hello"})
+        assert answer.json()["choices"][0]["text"] == f"from {name}"
+        assert [request.model for request in fleet.clients[name].requests] == [name]
+
+
+async def test_an_unknown_model_or_none_is_refused_with_the_names(front: tuple[Fleet, httpx.AsyncClient]) -> None:
+    _, http = front
+    unknown = await http.post("/v1/completions", json={"model": "gemma", "prompt": "Hello"})
+    assert unknown.status_code == 404 and "qwen, llama" in unknown.json()["error"]["message"]
+    none = await http.post("/v1/completions", json={"prompt": "Hello"})
+    assert none.status_code == 400 and "models here: qwen, llama" in none.json()["error"]["message"]
+
+
+async def test_a_model_that_cannot_be_reached_leaves_the_others(front: tuple[Fleet, httpx.AsyncClient]) -> None:
+    fleet, http = front
+    fleet.breaks("qwen")
+    assert (await http.get("/ready")).status_code == 200
+    assert [one["id"] for one in (await http.get("/v1/models")).json()["data"]] == ["llama"]
+    assert (await http.post("/v1/completions", json={"model": "qwen", "prompt": "Hello"})).status_code == 503
+    assert (await http.post("/v1/completions", json={"model": "llama", "prompt": "Hello"})).status_code == 200
+
+
+async def test_without_any_the_gateway_says_why() -> None:
+    fleet = Fleet()
+    fleet.breaks("qwen")
+    fleet.breaks("llama")
+    assert not await fleet.upstreams.ready()
+    with pytest.raises(APIError, match="cannot reach"):
+        await fleet.upstreams.models()
+
+
+async def test_questions_about_texts_go_to_the_model() -> None:
+    fleet = Fleet()
+    model = await fleet.upstreams.resolve("llama")
+    assert (await fleet.upstreams.tokenize(model, prompt="Hi"))["tokens"] == [72, 105]
+    assert await fleet.upstreams.detokenize(model, [72, 105]) == "Hi"
+    assert (await fleet.upstreams.tokenizer_info(model))["tokenizer_class"] == "Toy"
+    assert len(fleet.clients["llama"].questions) == 1 and not fleet.clients["qwen"].questions
+    await fleet.upstreams.close()
+
+
+async def test_tritons_without_a_name_serve_all_other_models() -> None:
+    fleet = Fleet(others=("gemma", "qwen"))
+    assert fleet.others is not None
+    assert {model.name for model in await fleet.upstreams.models()} == {"qwen", "llama", "gemma"}
+    for name in ("gemma", "qwen"):
+        fleet.upstreams.stream(prompt="Hello", model=(await fleet.upstreams.resolve(name)).name)
+    assert [request.model for request in fleet.others.requests] == ["gemma"]
+    assert [request.model for request in fleet.clients["qwen"].requests] == ["qwen"]
+    with pytest.raises(APIError, match="does not exist"):
+        await fleet.upstreams.resolve("phi")
+
+
+def test_addresses_are_grouped_by_model() -> None:
+    given = ("qwen2.5=a:8001", "c:8001", "qwen2.5=b:8001")
+    options = GatewayOptions(triton=given)
+    assert options.triton_groups == {"qwen2.5": ("a:8001", "b:8001"), "": ("c:8001",)}
+    assert isinstance(upstream_for(options, lambda *_: None), ModelUpstreams)
+    assert isinstance(upstream_for(GatewayOptions(triton=("a:8001", "b:8001")), lambda *_: None), Upstream)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"triton": ("=a:8001",)}, "MODEL=HOST:PORT"),
+        ({"triton": ("qwen=",)}, "MODEL=HOST:PORT"),
+        ({"triton": ("qwen=a:8001", "qwen=a:8001"), "routing": "prefix"}, "a:8001"),
+        ({"triton": ("qwen=a:8001",), "models": ("qwen", "llama")}, "'llama'"),
+    ],
+)
+def test_addresses_that_cannot_be_meant_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        GatewayOptions(**options)
+
+
+@pytest.mark.parametrize(("balanced", "served"), [(True, {1, 2, 3}), (False, {1})])
+async def test_a_name_with_several_addresses_gets_requests_in_turn_if_asked(balanced: bool, served: set[int]) -> None:
+    """As a headless Service's name has: the address of each pod."""
+    counts = dict.fromkeys(served, 0)
+    servers = []
+    port = 0
+    for host in (1, 2, 3):
+
+        async def answer(request: bytes, context: Any, host: int = host) -> bytes:
+            counts[host] += 1  # fails for a host that should not be asked
+            return b""
+
+        handlers = {"Ask": grpc.unary_unary_rpc_method_handler(answer)}
+        server = grpc.aio.server()
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("inflight.Test", handlers),))
+        port = server.add_insecure_port(f"127.0.0.{host}:{port}")
+        await server.start()
+        servers.append(server)
+    target = "ipv4:" + ",".join(f"127.0.0.{host}:{port}" for host in (1, 2, 3))
+    arguments = Connection.build(target, "grpc", {"round_robin": balanced}).grpc_client_options()["channel_args"]
+    async with grpc.aio.insecure_channel(target, arguments) as channel:
+        ask = channel.unary_unary("/inflight.Test/Ask")
+        while min(counts.values()) < 5:  # the connections come up one by one
+            await ask(b"", wait_for_ready=True)
+    for server in servers:
+        await server.stop(None)
+
+
+def test_round_robin_is_an_option_of_grpc_alone() -> None:
+    with pytest.raises(ValueError, match="round_robin"):
+        Connection.build(None, "http", {"round_robin": True})
