@@ -100,7 +100,7 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
     with _inflight("serve", "--model", settings["model"], *options, "--openai-port", "0") as process:
         assert process.stdout is not None
         key, front, ready = (process.stdout.readline() for _ in range(3))
-        assert re.match(r"ready: OpenAI's API at http://127\.0\.0\.1:\d+/v1$", front), front
+        assert re.match(r"ready: OpenAI's API at http://127\.0\.0\.1:\d+/v1 and a page", front), front
         assert re.match(r"admin key, .*: [\w-]{32}$", key), key
         address = re.match(r"ready: HTTP (\S+),", ready)
         assert address is not None, ready

@@ -82,6 +82,7 @@ def the_request(collector: Collector, trace_id: str) -> tuple[ReceivedSpan | Non
     return None, request
 
 
+@pytest.mark.nightly
 def test_one_trace_for_each_request(triton: TritonServer) -> None:
     """All requests of the test are sent first, and then their spans are read."""
     with collecting() as collector:

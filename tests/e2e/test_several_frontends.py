@@ -133,6 +133,7 @@ def engine_processes(server: TritonServer) -> list[int]:
     return found
 
 
+@pytest.mark.nightly
 def test_a_reload_gets_an_engine_of_its_own_and_an_unload_leaves_nothing(pair: TritonServer) -> None:
     old = psutil.Process(status_of(pair)["engine"]["pid"])
     with GrpcStream(pair.grpc_address, "pair") as stream, grpc.InferenceServerClient(pair.grpc_address) as control:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import io
+import os
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -130,3 +135,43 @@ def test_the_log_of_a_failure_is_kept(
     (kept,) = tmp_path.iterdir()
     assert kept.read_text() == START and kept.stat().st_mode & 0o77 == 0
     assert capsys.readouterr().err == f"inflight: the server's log is in {kept}\n"
+
+
+DOWNLOAD = """
+import sys
+from huggingface_hub import hf_hub_download
+hf_hub_download("acme/other", "model.safetensors", endpoint=sys.argv[1], cache_dir=sys.argv[2])
+"""
+SIZE = 30_000_000
+
+
+class FakeHub(BaseHTTPRequestHandler):
+    """Has one file, and answers each request with it."""
+
+    def do_HEAD(self) -> None:
+        self.send_response(200)
+        for name, value in {"X-Repo-Commit": "a" * 40, "ETag": '"e"', "Content-Length": str(SIZE)}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def do_GET(self) -> None:
+        self.do_HEAD()
+        self.wfile.write(bytes(SIZE))
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_the_hubs_library_shows_a_download_in_that_form(tmp_path: Path) -> None:
+    """With the environment that the launcher gives to the server."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), FakeHub) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        environment = {**os.environ, "TQDM_POSITION": "-1", "TQDM_MININTERVAL": "1", "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", DOWNLOAD, url, str(tmp_path / "cache")]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        server.shutdown()
+    assert done.returncode == 0, done.stderr
+    followed = Followed(tmp_path)
+    followed.grow(done.stderr.replace("\r\n", "\n") + "\n")
+    assert followed.shown.splitlines()[-1] == "downloading model.safetensors: 30.0M of 30.0M (100%)", done.stderr

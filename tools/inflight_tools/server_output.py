@@ -123,7 +123,8 @@ def _phase(line: str) -> tuple[str, str]:
     elif (found := _PHASE.match(line)) is not None:
         phase = found[1]
     elif (found := _DOWNLOAD.match(line)) is not None:
-        name, percent, done, total = found.groups()
+        path, percent, done, total = found.groups()
+        name = path.rpartition("/")[2]
         return f"downloading {name}: {done} of {total} ({percent}%)", f"{name} {int(percent) // _STEP_PERCENT}"
     else:
         return "", ""

@@ -280,6 +280,7 @@ asyncio.run(run())
 """
 
 
+@pytest.mark.nightly
 def test_ctrl_c_in_a_script_and_an_end_with_an_engine_that_still_runs() -> None:
     done = subprocess.run([sys.executable, "-c", CTRL_C.format(demo=DEMO)], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout) == (0, "whole\n"), done.stderr

@@ -188,6 +188,7 @@ ChatTemplate.load("acme/tiny")
 """
 
 
+@pytest.mark.nightly
 def test_a_complete_snapshot_in_the_hubs_cache_needs_no_network(tmp_path: Path, llm: LLM) -> None:
     """It lacks the files that a checkpoint may lack, and has its weights in shards."""
     repository = tmp_path / "models--acme--tiny"
