@@ -21,6 +21,7 @@ ROOMS = {
     "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py"],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
+    "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],
     "backend/inflight/kernels/": ["tests/backend/kernels"],
     "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py"],

@@ -45,6 +45,8 @@ def tree(tmp_path: Path) -> Path:
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     for name in ("backend", "client", "tools"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=ignored)
+    demo = "model_repository/demo"  # in wheels, too; its weights are left out, as they take time to compress
+    shutil.copytree(ROOT / demo, tmp_path / demo, ignore=shutil.ignore_patterns("*.safetensors"))
     return tmp_path
 
 
