@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypa
 def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("gptj", vocab_size=99, n_embd=32, n_head=4, n_layer=2, rotary_dim=4, n_positions=64)
+    config = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_head=4, n_layer=2)
     config.save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="does not use transformers' AttentionInterface"):
         make_core(str(tmp_path), load_format="dummy")

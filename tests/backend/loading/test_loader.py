@@ -59,7 +59,6 @@ def llama(tmp_path_factory):
         ("mamba", {}, "'mamba': layer 0 is of type 'linear_attention'; only full, sliding and chunked"),
         ("bloom", {}, "'bloom' is not supported: its attention does not use transformers' AttentionInterface"),
         ("lfm2", {"layer_types": ["conv", "full_attention"]}, "'lfm2': layer 0 is of type 'conv'; only full,"),
-        ("gptj", {"n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4}, "does not use transformers'"),
         ("mpt", {}, "'mpt' is not supported: its attention does not use transformers' AttentionInterface"),
     ],
 )
