@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_refused_before_it_is_made(tmp_path: Path, monkeypa
 def test_unsupported_architectures_are_rejected_by_name(tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    config = AutoConfig.for_model("bloom", vocab_size=99, hidden_size=32, n_head=4, n_layer=2)
+    config = AutoConfig.for_model("mpt", vocab_size=99, d_model=32, n_heads=4, n_layers=2, max_seq_len=64)
     config.save_pretrained(tmp_path)
     with pytest.raises(LoadError, match="does not use transformers' AttentionInterface"):
-        make_core(str(tmp_path), load_format="dummy")
+        make_core(str(tmp_path), load_format="dummy", max_model_len=64)
