@@ -76,6 +76,10 @@ NOT_RUN: list[tuple[str, str]] = [
     ),
     (r"tritonserver ", "of an installation in /opt; tests/e2e/test_copied_backend.py starts one with the copy"),
     (r"inflight gateway --routing prefix --triton replica-1", "three replicas; tests/e2e/test_fleet.py starts them"),
+    (
+        r"inflight gateway --triton qwen=replica-1",
+        "three replicas; tests/gateway/test_model_upstreams.py has such gateways",
+    ),
     (r"envoy -c", "in front of three gateways; tests/e2e/test_fleet.py starts it"),
     (r"vllm-router ", "in front of three gateways; tests/e2e/test_fleet.py starts it"),
     (r"out = scheduler\.schedule\(\)", "three lines of EngineCore.step"),
