@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from model_entries import copy_entry, loaded
+from replicas import Fleet
 
 from inflight_tools.installation import LauncherError, TritonInstallation
 from inflight_tools.launcher import TritonServer
@@ -106,3 +107,11 @@ def server(triton: TritonServer) -> Iterator[TritonServer]:
     """The same server with the model `demo`, which no module changes."""
     with loaded(triton, "demo"):
         yield triton
+
+
+@pytest.fixture(scope="session")
+def fleet(server: TritonServer) -> Iterator[Fleet]:
+    """The server of other modules, which no test disturbs, and one to be killed."""
+    fleet = Fleet(2, server)
+    yield fleet
+    fleet.close()

@@ -4,27 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fleet_fronts import FRONTS, REQUESTS, USAGE, ask_all, client, requests, start_front, start_fronts, undisturbed
+from nightly import nightly_but
 from replicas import Answer, Fleet, Process, metric, step_until_begun, until
-
-from inflight_tools.launcher import TritonServer
 
 HOME = 'inflight_gateway_routed_requests_total.*why="home"'
 FAILOVER = 'inflight_gateway_routed_requests_total.*why="failover"'
-
-
-@pytest.fixture(scope="module")
-def fleet(server: TritonServer) -> Iterator[Fleet]:
-    """The server of other modules, which none of these tests disturbs, and one to be killed."""
-    fleet = Fleet(2, server)
-    yield fleet
-    fleet.close()
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +160,7 @@ async def test_when_a_gateway_is_killed_an_answer_that_has_not_begun_begins_at_a
         fleet.gateways[victim].start()
 
 
-@pytest.mark.parametrize("front", ["envoy", "router"], indirect=True)
+@pytest.mark.parametrize("front", nightly_but(["envoy"], ["envoy", "router"]), indirect=True)
 async def test_when_a_gateway_is_killed_an_answer_that_has_begun_breaks_off_visibly(
     front: str, fronts: dict[str, Process], fleet: Fleet, http: httpx.AsyncClient
 ) -> None:
