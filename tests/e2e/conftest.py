@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from model_entries import copy_entry, loaded
+from model_entries import copy_entry, killed_at_the_end, loaded
 from replicas import Fleet
 
 from inflight_tools.installation import LauncherError, TritonInstallation
@@ -98,7 +98,7 @@ def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
-    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5, env=env) as server:
+    with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", env=env)) as server:
         yield server
 
 
