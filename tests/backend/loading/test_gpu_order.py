@@ -57,7 +57,7 @@ def card(small_card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def gpu_core(path: str, **options: Any) -> Any:
-    sizes = dict(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=None)
+    sizes = dict(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=None, check_on_load=True)
     return card_core(path, **{"kv_cache_memory": None, "enforce_eager": True, **sizes, **options})
 
 
