@@ -12,7 +12,25 @@ from xdist.scheduler import LoadGroupScheduling
 __all__ = ["LONGEST", "WholeFiles"]
 
 # Groups and files, by the time that they take: what begins last should be short.
-LONGEST: tuple[str, ...] = ()
+LONGEST: tuple[str, ...] = (
+    "e2e-models",
+    "e2e-demo",
+    "client",
+    "tests/backend/runner/test_graph_steps.py",
+    "tests/backend/loading/test_gpu_order.py",
+    "tests/gpu/test_gpu_attention.py",
+    "tests/backend/kernels/test_cpu_attention.py",
+    "tests/backend/runner/test_parity.py",
+    "tests/backend/runner/test_mixed_graphs.py",
+    "tests/backend/frontend/engine_client/test_shared_engine.py",
+    "tests/backend/frontend/engine_client/test_shared_engine_daemon.py",
+    "tests/tools/test_launcher.py",
+    "tests/tools/test_cli.py",
+    "tests/backend/emulated/test_engine_on_a_card.py",
+    "tests/backend/kernels/test_gpu_experts_engine.py",
+    "tests/backend/frontend/engine_client/test_engine_launcher.py",
+    "tests/loadtest/test_locust_web.py",
+)
 
 
 class WholeFiles(LoadGroupScheduling):
