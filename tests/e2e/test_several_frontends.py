@@ -189,6 +189,7 @@ def wait_until_it_is_silent(stub: int) -> None:
     wait_for(paused, seconds=60)
 
 
+@pytest.mark.nightly  # test_shared_engine_daemon.py kills stubs, test_shared_engine.py looks at the others' streams
 def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
     pair: TritonServer, server: TritonServer
 ) -> None:
