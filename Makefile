@@ -25,6 +25,7 @@ SMOLLM2 ?= build/smollm2
 BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 3
+PIP_FLAGS ?=
 SCENARIO ?= lognormal
 PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 python3.13,$(shell \
   $(python) -c 'import sys, ensurepip, venv; print("$(python)" if (3, 10) <= sys.version_info < (3, 14) else "")' \
@@ -33,7 +34,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
+.PHONY: run check test tests test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -43,8 +44,12 @@ check: $(VENV)/test.stamp
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test test-all: export OMP_NUM_THREADS := 1
+test tests test-all: export OMP_NUM_THREADS := 1
 test: check
+	@$(MAKE) --no-print-directory tests
+
+# For CI, which has checked style and types by then.
+tests: $(VENV)/test.stamp
 	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
 test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
@@ -129,7 +134,7 @@ $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@echo "installing triton-inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
-	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
+	  $(PIP) --retries 0 install $(PIP_FLAGS) --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
 	  echo "cannot reach the index of torch's CPU wheels; installing torch from PyPI"
-	@$(PIP) install -e '.[$(EXTRAS)]'
+	@$(PIP) install $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	@touch $@

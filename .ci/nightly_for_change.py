@@ -12,6 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MARK = "mark." + "nightly"
+GPU = "tests/gpu/"  # its conftest.py marks the tests
 MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
@@ -38,7 +39,7 @@ ROOMS = {
     "hatch_build.py": ["tests/backend/test_packaging.py"],
     "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
     "pyproject.toml": ["tests/backend/test_packaging.py"],
-    "tests/gpu/": ["tests/bench/test_gpu_tests.py"],
+    "tests/gpu/": ["tests/bench/test_gpu_tests.py", "tests/gpu"],
     "tools/": ["tests/tools"],
 }
 
@@ -73,7 +74,8 @@ def files_for(changed: list[str]) -> list[str]:
 def marked() -> list[str]:
     """The test files with a nightly test, as paths from the root of the repository."""
     files = (ROOT / "tests").glob("**/test_*.py")
-    return sorted(str(path.relative_to(ROOT)) for path in files if MARK in path.read_text(encoding="utf-8"))
+    paths = {str(path.relative_to(ROOT)): path for path in files}
+    return sorted(name for name, path in paths.items() if name.startswith(GPU) or MARK in path.read_text("utf-8"))
 
 
 def main() -> int:

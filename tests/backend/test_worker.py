@@ -16,6 +16,7 @@ import pytest
 from checkpoints import greedy_reference, make_checkpoint
 from drafters import add_gate
 from engine_rig import Info, make_core
+from nightly import nightly_but
 
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
@@ -94,7 +95,7 @@ def fork_server(checkpoint):
     server.stop()
 
 
-@pytest.fixture(params=["executed", "forked"])
+@pytest.fixture(params=nightly_but(["forked"], ["executed", "forked"]))  # e2e/test_who_may_do_what.py has no spare
 def engine(checkpoint, request):
     fork_server = request.getfixturevalue("fork_server") if request.param == "forked" else None
     engine = Worker(fork_server, model=checkpoint, max_queue_size=1, max_num_seqs=2)

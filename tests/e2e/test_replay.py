@@ -226,6 +226,7 @@ def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, num_ki
     assert count(faulty, "inflight_requests_replayed_total") >= replayed + num_kills
 
 
+@pytest.mark.nightly  # test_watchdog.py stops an engine; the server only waits for longer
 def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer) -> None:
     def ask(stream: GrpcStream, name: str) -> None:
         options = {"max_tokens": 120, "ignore_eos": True, "temperature": 0}

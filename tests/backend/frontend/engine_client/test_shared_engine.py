@@ -83,7 +83,11 @@ def test_ids_say_which_frontend_a_request_came_from(rigs: list[SupervisorRig]) -
         client.wait()
 
 
-@pytest.mark.parametrize("orders", [("crash=20", "", ""), ("crash=20", "crash=30", "crash=25")])
+@pytest.mark.parametrize(
+    "orders",
+    [("crash=20", "", ""), pytest.param(("crash=20", "crash=30", "crash=25"), marks=pytest.mark.nightly)],
+    ids=["one", "each"],
+)
 def test_poison_of_one_frontend_fails_no_request_of_another(
     rigs: list[SupervisorRig], orders: tuple[str, str, str]
 ) -> None:
