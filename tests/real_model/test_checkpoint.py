@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -49,18 +48,21 @@ def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.nightly
-def test_all_weights_are_those_that_transformers_reads_from_the_file(smollm2: Path, gguf_file: Path) -> None:
-    """It has names, rotations and a configuration of its own."""
-    from transformers import AutoModelForCausalLM
+def test_all_weights_are_those_that_transformers_reads_from_the_file(answers: Answers, gguf_file: Path) -> None:
+    """It has names and rotations of its own, and reads the configuration itself."""
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    theirs: Any = AutoModelForCausalLM.from_pretrained(gguf_file.parent, gguf_file=gguf_file.name, dtype=torch.float32)
-    ours: Any = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
-    found, expected = ours.state_dict(), theirs.state_dict()
-    assert found.keys() == expected.keys()
-    different = [name for name in found if not torch.equal(found[name].bfloat16(), expected[name].bfloat16())]
+    theirs = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=answers.model)
+    ours = answers.model.state_dict()
+    assert ours.keys() - {"lm_head.weight"} == theirs["tensors"].keys(), "the head is tied to the embedding"
+    different = [
+        name for name, found in theirs["tensors"].items() if not torch.equal(ours[name], found.bfloat16().float())
+    ]
     assert not different
-    for name in ("rope_parameters", "rms_norm_eps", "num_key_value_heads", "max_position_embeddings", "eos_token_id"):
-        assert getattr(ours.config, name) == pytest.approx(getattr(theirs.config, name)), name
+    config = answers.model.config.to_dict()
+    for name, found in theirs["config"].items():
+        assert config.get(name, found) == pytest.approx(found), name
+    assert config["rope_parameters"]["rope_theta"] == theirs["config"]["rope_theta"]
 
 
 @pytest.mark.nightly

@@ -47,7 +47,7 @@ def test_no_token_changes(
     monkeypatch.setattr(DraftPrices, "begin", free_drafts)
     options: dict[str, Any] = {"dtype": "float32", "kv_cache_memory": "512MiB", "max_model_len": 2048}
     plain = answered(LLM(str(smollm2), **options), asked)
-    for method, more in (("suffix", {}), ("ngram", {"async_scheduling": True})):
+    for method, more in (("suffix", {"async_scheduling": True}), ("suffix", {}), ("ngram", {})):
         llm = LLM(str(smollm2), **options, **more, speculative_config={"method": method})
         assert answered(llm, asked) == plain, method
         counts = llm.core.scheduler.policies.draft_counts
