@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -275,7 +276,7 @@ def record(args: argparse.Namespace, runs: Any, **summary: Any) -> None:
     if path is None:
         return
     content = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": versions("triton-inflight", "torch", "transformers", "numpy", "tritonclient"),
