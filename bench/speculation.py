@@ -120,11 +120,10 @@ class Stopwatch:
     def __init__(self, engines: Iterable[Any]) -> None:
         self.seconds = 0.0
         for llm in engines:
-            drafter = llm.core.scheduler.policies.drafter
-            while not isinstance(drafter, AdaptiveDrafter):
-                drafter = drafter._inner
-            for name in ("begin", "propose", "observe", "step_took", "ended"):
+            (drafter,) = (one for one in llm.core.listeners if isinstance(one, AdaptiveDrafter))
+            for name in ("step_begins", "propose", "observe", "step_done", "ended"):
                 setattr(drafter, name, self._timed(getattr(drafter, name)))
+            llm.core.scheduler.listen(())  # which looks up the methods of the listeners
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
