@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -37,6 +39,7 @@ _IGNORED = re.compile(
     r"\.(q|k|v|prob|kv)_scale$|\.kv_cache_scaling_factor$|\.[kv]_proj\.output_scale$"
     r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
+_CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
 
@@ -55,7 +58,7 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     Raises:
         LoadError: they do not fit (by how much), or a file is damaged.
     """
-    if config.load_format == "dummy":
+    if config.load_format == "dummy" or any(_CODES.search(name) for name in _stored(config)):
         model = _from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
     else:
@@ -180,7 +183,8 @@ def pretrained(
         output_loading_info=True,
     )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
+        with nullcontext() if read_elsewhere is None else _quietly():
+            model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
     except Exception as error:  # whatever the library, the model's code or a file raises
         raise _cannot_load(config, hf_config, error) from error
     if read_elsewhere is not None:
@@ -188,6 +192,17 @@ def pretrained(
     plain = read_elsewhere is None and "quantization_config" not in options
     _check_report(config, hf_config, report, plain)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' table of tensors that the model has no place for."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _code(dtype: torch.dtype) -> str:
