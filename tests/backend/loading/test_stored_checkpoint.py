@@ -70,6 +70,14 @@ def test_the_weights_are_those_of_the_codes(path: str, name: str, caplog: pytest
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_half_precision_they_are_rounded_once(path: str, dtype: str) -> None:
+    actual = write(path, "gptq act-order")
+    model = load_model(path, dtype=dtype)
+    for weight, numbers in actual.items():
+        assert torch.equal(model.get_parameter(weight), numbers.to(getattr(torch, dtype)))
+
+
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 @pytest.mark.parametrize("name", ["gptq act-order", "awq", "pack-quantized asymmetric", "nf4 double"])
 def test_greedy_tokens_are_those_of_the_plain_weights(tmp_path: Path, name: str, model_type: str) -> None:

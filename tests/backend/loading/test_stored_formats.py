@@ -207,11 +207,17 @@ def test_groups_of_inputs_that_cannot_be(kind: str, tensor: str) -> None:
     packing, arrays = KINDS[kind]
     for groups, message in (
         (np.full(32, 2), "names the group 2, and there are 2"),
-        (np.full(32, -1), "names the group -1, and there are 2"),
+        (np.repeat([0, 1, -1], [16, 15, 1]), "names the group -1, and there are 2"),
         (np.repeat([0, 1], [17, 15]), "group 0 has 17 inputs, not group_size=16"),
     ):
         with pytest.raises(LoadError, match=f"{tensor}:? {message}; download"):
             read(packing, {**arrays, tensor: groups.astype(np.int32)}, (16, 32))
+
+
+def test_an_unused_weight_g_idx() -> None:
+    packing, arrays = KINDS["packed"]
+    found = read(packing, {**arrays, "weight_g_idx": np.full(32, -1, dtype=np.int32)}, (16, 32))
+    assert isinstance(found, StoredWeight) and found.order is None
 
 
 def test_a_weight_shape_of_another_size() -> None:

@@ -30,6 +30,7 @@ from inflight.loading.quantization.stored_weight import StoredWeight
 __all__ = ["CompressedFormat", "CompressedPacking", "has_integers"]
 
 _FORMATS = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
+_UNUSED = -1  # in every element of a weight_g_idx: groups are contiguous
 _STRATEGIES = ("group", "channel", "tensor")
 
 
@@ -84,9 +85,9 @@ class CompressedPacking:
             codes = unpacked(tensors["weight_packed"], self.bits, num_inputs)
         else:
             codes = self._unsigned(f"{name}.weight", tensors["weight"])
-        order = None
-        if "weight_g_idx" in tensors:
-            order = order_of(f"{name}.weight_g_idx", tensors["weight_g_idx"], group)
+        order, groups = None, tensors.get("weight_g_idx")
+        if groups is not None and bool((groups != _UNUSED).any()):
+            order = order_of(f"{name}.weight_g_idx", groups, group)
         scales = scales_of(f"{name}.weight_scale", tensors["weight_scale"])
         num_groups = num_inputs // group
         return StoredWeight(

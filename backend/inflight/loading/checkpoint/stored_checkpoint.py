@@ -115,9 +115,9 @@ class _KeepsCodes(HfQuantizer):
         replaced = _replace_linears(model, headers, stored_as)
         if not replaced:
             raise LoadError("none of its linear layers is stored in codes, as its quantization_config says")
-        if "lm_head" in replaced:  # it has a weight of its own, whatever config.json says
-            model.config.tie_word_embeddings = False
-            model.all_tied_weights_keys.pop("lm_head.weight", None)
+        for tied in [name for name in model.all_tied_weights_keys if name.removesuffix(".weight") in replaced]:
+            model.config.tie_word_embeddings = False  # the head has a weight of its own, whatever config.json says
+            del model.all_tied_weights_keys[tied]
         return model
 
     def is_serializable(self) -> bool:
