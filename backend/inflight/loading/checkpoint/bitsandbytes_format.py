@@ -30,7 +30,7 @@ _ROWS = 0  # of `weight_format`: the others are orders of elements for old cards
 
 
 class _State(msgspec.Struct):
-    """What the tensor `quant_state` contains as JSON; the nested keys are those of scales in eight bits."""
+    """The tensor `quant_state`, which contains JSON; nested keys describe scales in eight bits."""
 
     blocksize: int
     shape: tuple[int, int]

@@ -118,7 +118,7 @@ class _Config(msgspec.Struct):
 
 
 class _Rule(msgspec.Struct):
-    """What an entry of `dynamic` changes for the layers that it matches."""
+    """An entry of `dynamic`: changes for the layers that it matches."""
 
     bits: int | None = None
     group_size: int | None = None

@@ -29,7 +29,7 @@ class Packing(Protocol):
     """How a layer's weight is stored.  Tensors are named as in the layer: "qweight", "weight.absmax"."""
 
     def tensors(self, name: str, size: tuple[int, int], found: Mapping[str, Header]) -> dict[str, Header]:
-        """Those that contain the weight of a layer with `size` outputs and inputs.
+        """The tensors that contain the weight of a layer with `size` outputs and inputs.
 
         Args:
             name: of the layer, for messages.
