@@ -187,6 +187,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "awq": {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}
     | {"modules_to_not_convert": ["lm_head"]},
     "auto-round gptq": {**_AUTO, "packing_format": "auto_round:auto_gptq"},
+    "auto-round asymmetric": {**_AUTO, "sym": False, "packing_format": "auto_round"},
     "auto-round awq": {**_AUTO, "packing_format": "auto_round:auto_awq"},
     "pack-quantized group": _integers("pack-quantized", 4, "group", True),
     "pack-quantized asymmetric": _integers("pack-quantized", 4, "group", False),
@@ -222,6 +223,7 @@ WRITERS: dict[str, Callable[[np.ndarray], tuple[Arrays, np.ndarray]]] = {
     "gptq_v2 8 bits": lambda w: _with_weight(gptq(x := rounded(w, 8, w.shape[1], False), 2, with_order=False), x),
     "awq": lambda w: _with_weight(awq(x := rounded(w, 4, GROUP, False)), x),
     "auto-round gptq": lambda w: _with_weight(gptq(x := rounded(w, 4, GROUP, True), 1, with_order=False), x),
+    "auto-round asymmetric": lambda w: _with_weight(gptq(x := rounded(w, 4, GROUP, False), 2, with_order=False), x),
     "auto-round awq": lambda w: _with_weight(awq(x := rounded(w, 4, GROUP, True)), x),
     "pack-quantized group": lambda w: _with_weight(compressed(x := rounded(w, 4, GROUP, True), True, True, "group"), x),
     "pack-quantized asymmetric": lambda w: _with_weight(

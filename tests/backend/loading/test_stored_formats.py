@@ -304,7 +304,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("awq", {"version": None, "backend": "llm-awq"}, "version='llm-awq'"),
     ("awq", {"bits": 8}, "codes of 8 bits"),
     ("auto-round gptq", {"bits": 3}, "codes of 3 bits"),
-    ("auto-round gptq", {"packing_format": "auto_round:gptqmodel"}, "packing_format='auto_round:gptqmodel'"),
+    ("auto-round gptq", {"packing_format": "auto_round:fp8_static"}, "packing_format='auto_round:fp8_static'"),
     ("auto-round gptq", {"data_type": "mx_fp"}, "data_type='mx_fp'"),
     (PACKED, {"format": "marlin-24"}, "format='marlin-24'"),
     (PACKED, {"format": "nvfp4-pack-quantized"}, "format='nvfp4-pack-quantized'"),

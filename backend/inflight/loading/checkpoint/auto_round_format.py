@@ -20,6 +20,7 @@ from inflight.loading.quantization.packing import Header
 __all__ = ["AutoRoundFormat"]
 
 _GPTQ, _AWQ = "auto_round:auto_gptq", "auto_round:auto_awq"
+_FIRST_ZEROS = {_GPTQ: 1, "auto_round": 0, "auto_round:gptqmodel": 0}  # is added to stored zero points
 _WILD = re.compile(r"[*+?^$()\[\]{}|\\]")  # a name with one of these is a pattern
 
 
@@ -60,10 +61,9 @@ class AutoRoundFormat:
             self._patterns = {re.compile(name): self._layers[name] for name in extra if _WILD.search(name)}
         except (msgspec.ValidationError, re.error) as error:
             raise LoadError(f"its quantization_config is not AutoRound's: {error}") from None
-        if self._config.packing_format not in (_GPTQ, _AWQ):
-            raise LoadError(
-                f"it is packed as packing_format={self._config.packing_format!r} (supported: {_GPTQ!r}, {_AWQ!r})"
-            )
+        if (kind := self._config.packing_format) not in (_AWQ, *_FIRST_ZEROS):
+            supported = ", ".join(map(repr, (_AWQ, *_FIRST_ZEROS)))
+            raise LoadError(f"it is packed as packing_format={kind!r} (supported: {supported})")
         if self._config.data_type != "int":
             raise LoadError(f"its codes have data_type={self._config.data_type!r} (supported: 'int')")
         expect_bits("its quantization_config", self._config.bits)
@@ -75,8 +75,9 @@ class AutoRoundFormat:
         bits = config.bits if layer.bits is None else layer.bits
         group_size = config.group_size if layer.group_size is None else layer.group_size
         expect_bits(name, bits)
-        if config.packing_format == _GPTQ:
-            return GptqPacking(bits, group_size, config.sym if layer.sym is None else layer.sym, first_zero=1)
+        if config.packing_format != _AWQ:
+            symmetric = config.sym if layer.sym is None else layer.sym
+            return GptqPacking(bits, group_size, symmetric, _FIRST_ZEROS[config.packing_format])
         if bits != 4:
             raise LoadError(f"{name} has codes of {bits} bits (supported in AWQ: 4)")
         return AwqPacking(group_size)
