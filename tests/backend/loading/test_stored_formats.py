@@ -15,7 +15,7 @@ from integer_checkpoints import CONFIGS, Arrays, Integers, awq, codebook, compre
 from inflight.loading.checkpoint.auto_round_format import AutoRoundFormat
 from inflight.loading.checkpoint.awq_format import AwqFormat, AwqPacking
 from inflight.loading.checkpoint.bitsandbytes_format import BitsAndBytesFormat
-from inflight.loading.checkpoint.compressed_format import CompressedFormat, CompressedPacking
+from inflight.loading.checkpoint.compressed_format import CompressedFormat, CompressedPacking, has_integers
 from inflight.loading.checkpoint.gptq_format import GptqFormat, GptqPacking
 from inflight.loading.load_errors import LoadError
 from inflight.loading.quantization.packing import Header, Packing
@@ -122,6 +122,15 @@ def test_nf4(num_outputs: int, num_inputs: int, block: int, nested: int | None, 
     assert torch.equal(found.dequantize(), whole)
     for row in range(num_outputs):
         assert torch.equal(found.dequantize(row, row + 1), whole[row : row + 1])
+
+
+def test_fp4_differs_in_its_table() -> None:
+    arrays, expected = codebook(np.random.default_rng(0).normal(size=(4, 32)).astype(np.float32), 64)
+    arrays["weight.quant_state.bitsandbytes__fp4"] = arrays.pop("weight.quant_state.bitsandbytes__nf4")
+    arrays["weight.quant_map"] = arrays["weight.quant_map"] * 2
+    packing = BitsAndBytesFormat().packing(NAME, headers(arrays))
+    assert packing is not None
+    assert torch.equal(read(packing, arrays, (4, 32)).dequantize(), torch.from_numpy(expected) * 2)
 
 
 def test_llm_int8() -> None:
@@ -334,6 +343,7 @@ def test_configurations_that_are_refused(kind: str, changes: dict[str, Any], mes
     st.dictionaries(
         st.sampled_from(
             ["bits", "group_size", "sym", "dynamic", "format", "version", "extra_config", "config_groups", "w_bit"]
+            + ["sparsity_config", "transform_config"]
         ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
@@ -345,6 +355,7 @@ def test_configurations_that_are_refused(kind: str, changes: dict[str, Any], mes
 )
 def test_any_configuration_is_read_or_refused(kind: str, changes: dict[str, Any]) -> None:
     try:
+        has_integers({**CONFIGS[kind], **changes})
         FORMATS[kind]({**CONFIGS[kind], **changes}).packing(NAME, {"qweight": Header("I32", (4, 16))})
     except LoadError as error:
         assert "\n" not in str(error)

@@ -168,8 +168,10 @@ class CompressedFormat:
     )  # here the scales of inputs are dynamic
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        if (sparse := (values.get("sparsity_config") or {}).get("format", "dense")) != "dense":
-            raise LoadError(f"its weights are stored as sparse: format={sparse!r}")
+        sparse = values.get("sparsity_config")
+        if sparse and (not isinstance(sparse, dict) or sparse.get("format", "dense") != "dense"):
+            kind = sparse.get("format") if isinstance(sparse, dict) else sparse
+            raise LoadError(f"its weights are stored as sparse: format={kind!r}")
         if values.get("transform_config"):
             raise LoadError("it has a transform_config, whose rotations of weights and inputs are not supported")
         try:
@@ -224,8 +226,12 @@ def has_integers(values: Mapping[str, Any]) -> bool:
         LoadError: and others are floating-point numbers of eight bits or less.
     """
     groups = values.get("config_groups")
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)] if groups else []
-    kinds = {each.get("type", "int") for each in weights if isinstance(each, dict)}
+    weights = (
+        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
+        if isinstance(groups, dict)
+        else []
+    )
+    kinds = {str(each.get("type", "int")) for each in weights if isinstance(each, dict)}
     if len(kinds) > 1:
         raise LoadError("its config_groups quantize some weights to integers and others to floating-point numbers")
     return kinds == {"int"}
