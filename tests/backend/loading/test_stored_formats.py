@@ -342,8 +342,10 @@ def test_configurations_that_are_refused(kind: str, changes: dict[str, Any], mes
     st.sampled_from(sorted(FORMATS)),
     st.dictionaries(
         st.sampled_from(
-            ["bits", "group_size", "sym", "dynamic", "format", "version", "extra_config", "config_groups", "w_bit"]
-            + ["sparsity_config", "transform_config"]
+            [
+                *("bits", "group_size", "sym", "dynamic", "format", "version", "extra_config", "w_bit"),
+                *("config_groups", "sparsity_config", "transform_config"),
+            ]
         ),
         st.recursive(
             st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
