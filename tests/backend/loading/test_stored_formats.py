@@ -109,7 +109,11 @@ def test_compressed_channels_and_tensors(layer: Integers, packed: bool, symmetri
 
 @SETTINGS
 @given(
-    st.integers(1, 9), st.integers(1, 40), st.sampled_from([2, 8, 64]), st.sampled_from([None, 3, 256]), st.integers(0)
+    st.integers(1, 9),
+    st.sampled_from([1, 7, 16, 32, 40]),
+    st.sampled_from([2, 8, 64]),
+    st.sampled_from([None, 3, 256]),
+    st.integers(0),
 )
 def test_nf4(num_outputs: int, num_inputs: int, block: int, nested: int | None, seed: int) -> None:
     """Blocks that cross outputs, an odd number of weights, and parts that begin within a byte."""

@@ -226,11 +226,8 @@ def has_integers(values: Mapping[str, Any]) -> bool:
         LoadError: and others are floating-point numbers of eight bits or less.
     """
     groups = values.get("config_groups")
-    weights = (
-        [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if isinstance(groups, dict)
-        else []
-    )
+    schemes = groups.values() if isinstance(groups, dict) else []
+    weights = [scheme.get("weights") for scheme in schemes if isinstance(scheme, dict)]
     kinds = {str(each.get("type", "int")) for each in weights if isinstance(each, dict)}
     if len(kinds) > 1:
         raise LoadError("its config_groups quantize some weights to integers and others to floating-point numbers")

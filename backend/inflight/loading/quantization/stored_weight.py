@@ -89,5 +89,9 @@ class CodebookWeight:
         first, last = start * num_inputs, (num_outputs if stop is None else min(stop, num_outputs)) * num_inputs
         part = self.packed[first // 2 : -(-last // 2)]
         codes = torch.stack((part >> 4, part & 15), -1).flatten()[first % 2 :][: last - first]
-        scales = self.absmax[torch.arange(first, last) // self.block]
-        return self.levels[codes.int()].mul_(scales).view(-1, num_inputs)
+        numbers = self.levels[codes.int()]
+        if num_inputs % self.block == 0:
+            numbers.view(-1, self.block).mul_(self.absmax[first // self.block : last // self.block, None])
+        else:
+            numbers.mul_(self.absmax[torch.arange(first, last) // self.block])
+        return numbers.view(-1, num_inputs)
