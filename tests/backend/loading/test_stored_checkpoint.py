@@ -13,6 +13,7 @@ import pytest
 import torch
 from checkpoints import greedy_reference, make_checkpoint
 from fp8_checkpoints import compressed_tensors, set_quantization
+from fp8_twins import fp8_twins
 from integer_checkpoints import CONFIGS, WRITERS, write
 from offline import make_core, run, tokens
 from safetensors.torch import load_file, save_file
@@ -28,6 +29,7 @@ from inflight.loading.checkpoint.stored_checkpoint import _replace_linears
 from inflight.loading.checkpoint.tensor_files import headers_of
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
+from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.loading.quantization.stored_linear import StoredLinear
 
 PROMPTS = [[7, 3, 9, 100, 5] * 4, [1, 2, 3]]
@@ -129,6 +131,16 @@ def test_int8_beside_it_quantizes_the_dequantised_weights(path: str, tmp_path: P
     params = [SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)] * 2
     found, expected = (run(make_core(each, quantization="int8"), PROMPTS, params) for each in (path, plain))
     assert [tokens(found[i, 0]) for i in range(2)] == [tokens(expected[i, 0]) for i in range(2)]
+
+
+def test_fp8_beside_it_quantizes_the_dequantised_weights(path: str) -> None:
+    actual = write(path, "gptq")
+    with fp8_twins():
+        model = load_model(path, quantization="fp8")
+    layer = model.get_submodule(LAYER)
+    assert isinstance(layer, Fp8Linear)
+    weight, expected = layer.weight.float() * layer.weight_scale[:, None], actual[f"{LAYER}.weight"]
+    assert 0 < (weight - expected).norm() < 0.04 * expected.norm()
 
 
 def test_nothing_dense_is_made_before_the_codes_are_read(path: str) -> None:
