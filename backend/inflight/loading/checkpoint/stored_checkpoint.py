@@ -83,7 +83,8 @@ def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype) -> None:
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredLinear)
-        stored.further = {tensor: files.read([whole])[whole] for tensor, whole in stored.elsewhere.items()}
+        found = files.read(stored.elsewhere.values())
+        stored.further = {tensor: found[whole] for tensor, whole in stored.elsewhere.items()}
         model.set_submodule(name, layer_of(stored.coded(), stored.own_bias(), dtype))
 
 
@@ -139,7 +140,7 @@ def _replace_linears(model: nn.Module, headers: Mapping[str, Header], stored_as:
     found: dict[str, dict[str, str]] = {}  # layer -> tensor in it -> its name in the files
     for whole in headers:
         layer, tensor = _split(whole, modules, prefix)
-        if isinstance(modules[layer], nn.Linear):
+        if type(modules[layer]) is nn.Linear:
             found.setdefault(layer, {})[tensor] = whole
         elif whole.rpartition(".")[2] in stored_as.codes:
             _expect_unused(whole, layer, modules[layer])

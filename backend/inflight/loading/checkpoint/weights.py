@@ -14,7 +14,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -24,7 +24,7 @@ from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
 from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
-from inflight.loading.checkpoint.tensor_files import weight_files
+from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
 from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
@@ -131,12 +131,10 @@ def _header(model: str, file: Path) -> dict[str, _Stored]:
 
 
 def _safetensors_header(file: Path) -> dict[str, _Stored]:
-    with safe_open(file, framework="pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {
-            name: _Stored(part.get_shape(), None if part.get_dtype() in _NUMBERS else part.get_dtype())
-            for name, part in parts.items()
-        }
+    return {
+        name: _Stored(list(shape), None if dtype in _NUMBERS else dtype)
+        for name, (dtype, shape) in headers_of(file).items()
+    }
 
 
 def _pickle_header(file: Path) -> dict[str, _Stored]:
