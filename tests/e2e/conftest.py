@@ -52,6 +52,7 @@ GROUPS = {
         "serving",
         "soak",
         "stopping",
+        "stored_checkpoints",
         "who_may_do_what",
     ),
 }

@@ -15,6 +15,7 @@ from emulated_card import Card, emulated_card
 from every_kind import every_kind, prompt_of, work_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from integer_checkpoints import write
 from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
@@ -56,6 +57,20 @@ def on_the_cpu(checkpoint: str) -> EngineCore:
 
 def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return [prompt_of(index, 1 + (7 * index) % 23) for index in range(count)], [every_kind(i) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def in_integers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, EngineCore]:
+    """A checkpoint, and its engine on the CPU."""
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("integers"))
+    write(path, "gptq act-order")
+    return path, make_core(path, **LIMITS, seed=1)
+
+
+def test_a_checkpoint_in_integers(card: Card, in_integers: tuple[str, EngineCore]) -> None:
+    (path, on_the_cpu), (prompts, params) = in_integers, requests(4)
+    expected = work_of(on_the_cpu, prompts, params, stagger=2)
+    assert work_of(card_core(path, seed=1), prompts, params, stagger=2) == expected
 
 
 @pytest.mark.parametrize(
