@@ -36,7 +36,7 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
-.PHONY: run check test tests test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
+.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
