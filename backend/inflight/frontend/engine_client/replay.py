@@ -8,7 +8,7 @@ from typing import Protocol
 
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.engine_client.poison_search import PoisonSearch
-from inflight.frontend.engine_client.trial_wait import TrialWait
+from inflight.frontend.engine_client.risk_wait import RiskWait
 from inflight.frontend.errors import RequestError
 
 __all__ = ["Replay", "Resubmitter"]
@@ -78,7 +78,7 @@ class Replay:
         self._max_replays = max_replays
         self._behind_output = behind_output
         self._poison_search = PoisonSearch(max_replays)
-        self._wait = TrialWait(later)
+        self._wait = RiskWait(later)
         self._emptying: object | None = None  # the trial for which the engine is being emptied
 
     def engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
@@ -120,7 +120,7 @@ class Replay:
         for delta in message.deltas:
             if delta.token_ids:
                 self._poison_search.got_token(delta.request_id, delta.index)
-                self._wait.got_token(delta.request_id)
+                self._wait.got_tokens(delta)
         self.submit_due()
 
     def again(self, request: AddRequest) -> None:
@@ -143,7 +143,7 @@ class Replay:
         if self._emptying is not None:
             return
         requests: list[AddRequest] = []
-        while due := self._poison_search.due():
+        while due := self._poison_search.due(self._may_risk):
             for request_id in due:
                 stream = self._streams.get(request_id)
                 request = stream.rest() if stream is not None and not stream.dropped else None
@@ -154,8 +154,12 @@ class Replay:
                     requests.append(request)
         self._count(len(requests))
         self._engine.resubmit(requests, self._poison_search.holds_new, settled=not self._poison_search.active)
-        if self._poison_search.trial is not None and self._wait.is_over(self._others, self._go_on):
+        if self._poison_search.trial is not None and self._may_risk:
             self._begin_trial()
+
+    @property
+    def _may_risk(self) -> bool:
+        return self._poison_search.is_risky and self._wait.is_over(self._others, self._go_on)
 
     def _others(self) -> set[int]:
         """The streams that the engine has, or soon will have."""

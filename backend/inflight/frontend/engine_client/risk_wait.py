@@ -1,18 +1,22 @@
-"""Decides how long a suspect waits until it has the engine for itself.  No torch, no Triton."""
+"""Decides how long suspects that may well kill the engine wait for everyone else.  No torch, no Triton."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 
-__all__ = ["TrialWait"]
+from inflight.engine.messages import SequenceDelta
+
+__all__ = ["RiskWait"]
 
 _SHORTEST = 1.0  # seconds
+_TOKENS = 4  # bytes of a character, so the client sees one: each can be a token, which has no text before the last
 
 
-class TrialWait:
-    """A trial comes when every other stream has had a token from the engine, which the suspect may kill: so no stream
-    waits for two starts in a row.  A stream that gets none (it waits for a slot, say) delays it for as long as the
+class RiskWait:
+    """The suspects come when every other stream has had a few tokens from the engine: so none of these waits for two
+    starts of an engine in a row.  A stream that gets none (it waits for a slot, say) delays them for as long as the
     engine took to start, since it would wait that much longer after a death.  Used by the sender thread.
 
     Args:
@@ -27,6 +31,7 @@ class TrialWait:
         self._clock = clock
         self._down_since = clock()
         self._patience: float | None = None  # seconds; None: no engine is up
+        self._tokens: Counter[tuple[int, int]] = Counter()  # of each sequence
         self._served: set[int] = set()
         self._missing: set[int] | None = None  # None: nothing waits for them yet
 
@@ -35,28 +40,33 @@ class TrialWait:
         self.restart()
 
     def engine_ready(self, go_on: Callable[[], None]) -> None:
-        """See `is_over`."""
+        """Another engine is up; `go_on`: see `is_over`."""
         self._patience = max(_SHORTEST, self._clock() - self._down_since)
-        if self._missing is not None:
+        if self._missing:
             self._start_clock(self._missing, go_on)
 
     def restart(self) -> None:
-        """Everyone needs another token."""
+        """Everyone needs tokens again."""
+        self._tokens.clear()
         self._served, self._missing = set(), None
 
-    def got_token(self, request_id: int) -> None:
-        self._served.add(request_id)
-        self.ended(request_id)
+    def got_tokens(self, delta: SequenceDelta) -> None:
+        key = delta.request_id, delta.index
+        self._tokens[key] += len(delta.token_ids)
+        if self._tokens[key] >= _TOKENS:
+            self._served.add(delta.request_id)
+            self.ended(delta.request_id)
 
     def ended(self, request_id: int) -> None:
+        """A stream was closed."""
         if self._missing is not None:
             self._missing.discard(request_id)
 
     def is_over(self, others: Callable[[], set[int]], go_on: Callable[[], None]) -> bool:
-        """Whether the trial can begin.
+        """Whether the suspects can run.
 
         Args:
-            others: the streams that should have had a token; those that come later do not count.
+            others: the streams that should have had tokens; those that come later do not count.
             go_on: called when the wait has been long enough.
         """
         if self._missing is None:
