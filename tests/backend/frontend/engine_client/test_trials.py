@@ -14,7 +14,7 @@ from fake_engine import echo
 from frontend_rig import RecordingClient
 from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.messages import AbortRequest, AddRequest, Ask, SequenceDelta, decode_to_engine
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.engine_client.risk_wait import RiskWait
 from inflight.frontend.engine_client.send_buffer import SendBuffer
@@ -227,6 +227,31 @@ def test_recalled_requests_belong_to_the_engine_until_it_has_confirmed() -> None
     assert buffer.next_request() is None
     assert buffer.next_abort() is not None
     assert buffer.engine_down() == {1}
+
+
+def test_a_question_does_not_overtake_an_abort(tmp_path: Path) -> None:
+    """Its answer says that the engine has dropped the request."""
+    supervisor = SupervisorRig(tmp_path / "control.json").supervisor
+    for k in (1, 2):
+        supervisor._send_buffer.add(AddRequest(k, [1], SamplingParams()))
+    assert supervisor._next_frame() is not None
+    supervisor.recall(lambda: None)
+    supervisor.resubmit([AddRequest(3, [1], SamplingParams())])
+    frames = [decode_to_engine(frame) for frame in iter(supervisor._next_frame, None)]
+    assert [type(frame) for frame in frames] == [AbortRequest, Ask, AddRequest, AddRequest]
+    assert [frame.request_id for frame in frames if isinstance(frame, AddRequest)] == [3, 2]
+
+
+def test_a_stream_that_was_paused_when_the_engine_was_emptied_returns_once(rig: SupervisorRig) -> None:
+    trials, (*others, poison) = start(rig, hold=True)
+    wait_for(lambda: trials.held)
+    again = [rig.streams._streams[k] for k in (1, 2)]
+    for stream in again:  # as backpressure does it, in the sender thread
+        rig.streams.run(lambda stream=stream: rig.streams._replay.again(stream.rest()))
+    trials.release()
+    assert "while it ran this request" in poison.wait().error[1]  # type: ignore[index]
+    assert trials.tried == [[5]]
+    check_all(others)
 
 
 def test_suspects_wait_for_four_tokens_of_each_stream_or_as_long_as_the_engine_took_to_start() -> None:
