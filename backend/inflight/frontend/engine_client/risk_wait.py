@@ -66,7 +66,7 @@ class RiskWait:
         """Whether the suspects can run.
 
         Args:
-            others: the streams that should have had tokens; those that come later do not count.
+            others: the streams that should have had tokens; later ones do not count.
             go_on: called when the wait has been long enough.
         """
         if self._missing is None:

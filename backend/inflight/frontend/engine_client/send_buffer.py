@@ -21,7 +21,7 @@ class SendBuffer:
     Attributes:
         num_new: sequences of requests that no engine was sent.
         in_engine: ids of the requests that the engine has.
-        recalled: ids of those that were taken back, and that it may still run.
+        recalled: requests that were taken back, but may still run in the engine.
         paused: requests wait; aborts are sent.
     """
 
@@ -69,7 +69,7 @@ class SendBuffer:
             self._aborts.append(encode(AbortRequest(request_id, index)))
 
     def next_abort(self) -> bytes | None:
-        """The next frame of those that go ahead of all others: aborts free memory that requests need."""
+        """The next abort.  Aborts go ahead of all others: they free memory that requests need."""
         return self._aborts.popleft() if self._aborts else None
 
     def next_request(self) -> bytes | None:
