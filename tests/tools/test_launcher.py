@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -282,6 +284,36 @@ def test_a_bad_argument_is_reported_in_the_servers_words(repository: Path, backe
     server = TritonServer(repository, backend_dir=backend, extra_args=["--no-such-option"])
     with pytest.raises(LauncherError, match=r"ended with status \d+: .*no-such-option"), server:
         pytest.fail("the server must not become ready")
+
+
+def test_a_server_is_ready_when_its_metrics_are_too(tmp_path: Path) -> None:
+    """Triton opens the metrics' port last, after it has said that it is ready."""
+
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    looks = 0
+
+    def open_the_metrics() -> None:
+        nonlocal looks
+        looks += 1
+        metrics.listen()
+
+    process = subprocess.Popen(["sleep", "600"])
+    with socket.socket() as metrics, http.server.HTTPServer(("127.0.0.1", 0), Ready) as triton:
+        metrics.bind(("127.0.0.1", 0))
+        threading.Thread(target=triton.serve_forever, daemon=True).start()
+        server = TritonServer(tmp_path)
+        server.process, server.ports = process, {"HTTP": triton.server_port, "metrics": metrics.getsockname()[1]}
+        try:
+            server.wait_ready(timeout=60, check=open_the_metrics)
+            assert looks == 1
+        finally:
+            triton.shutdown()
+            process.kill()
+            process.wait()
 
 
 @needs_server
