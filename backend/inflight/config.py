@@ -245,9 +245,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         spare_engine: keep a spare process that has done its imports. Each engine process is a fork of it, so the next
             engine is ready sooner. It takes no CPU time while it waits, and shares its memory with the engine.
         engine_start_timeout: seconds that the engine process can take to load the checkpoint.
-        shared_step_rows: number of sequences of one request that are in every step. While other requests run, further
-            sequences take turns, up to twice the number of sequences of all narrower requests. `None`: all are in
-            every step.
+        shared_step_rows: while other requests run, most sequences of one request in a step, unless all narrower
+            requests together have more than half as many; its sequences take turns. Fewer, if measured steps with so
+            many take more than three times as long as with one. `None`: all are in every step.
         short_prompt_share: share of the prompt tokens that steps compute, from 0 to 0.9, that short prompts may take
             ahead of prompts that came before them, under scheduling_policy "fcfs". 0: strictly in the order of arrival.
         shed_on_predicted_wait: refuse a request with a timeout at once, with UNAVAILABLE and a retry hint, if it

@@ -187,7 +187,7 @@ def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoi
 
 
 def pipes_and_sockets(process: psutil.Process) -> set[str]:
-    """What a process holds open and never closes as it runs; files come and go."""
+    """The pipes and sockets that a process keeps open while it runs; files come and go."""
     folder = f"/proc/{process.pid}/fd"
     links = set()
     for name in os.listdir(folder):

@@ -71,7 +71,7 @@ def make_policies(
         order=order,
         victim=make_victim(config),
         admission=admission,
-        turns=make_turns(config),
+        turns=make_turns(config, listeners),
         budget=budget,
         urgency=_make_urgency(config, order, admission, budget, listeners),
         drafter=None if drafter is None else SafeDrafter(drafter),

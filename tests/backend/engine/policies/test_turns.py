@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from engine_rig import Info, add, collect, done_step, expected_output, make_core, run_until_idle
 from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
+from inflight.engine.policies.cost_model import StepCost, step_load
 from inflight.engine.policies.defaults import EveryStep
 from inflight.engine.policies.row_shares import RowShares
 from inflight.engine.policies.selection import make_policies
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput
 
 
 def sequences(request_id: int, count: int) -> list[Request]:
@@ -89,6 +91,45 @@ def test_a_neighbour_of_a_wide_request_gets_a_token_each_step_and_all_get_the_sa
     assert all(outputs[0, index] == whole for index in range(24))
 
 
+def learn(turns: RowShares, running: list[Request], cost: StepCost, steps: int = 60) -> Counter[int]:
+    """Rows of each request in the last of some steps on a device with this cost."""
+    for _ in range(steps):
+        taken = turns.take(running)
+        out = SchedulerOutput()
+        for slot, request in enumerate(taken):
+            out.append(slot, 1, request.num_tokens - 1, samples=True)
+        turns.step_done(done_step(out, cost.seconds(step_load(out))))
+    return Counter(request.request_id for request in taken)
+
+
+DEAR = StepCost.linear(fixed=0.004, per_sequence=0.001)
+FREE = StepCost.linear(fixed=0.004)
+
+
+def test_rows_that_are_dear_are_fewer() -> None:
+    narrow, wide = sequences(0, 1), sequences(1, 48)
+    turns = RowShares(32)
+    assert learn(turns, [*narrow, *wide], DEAR, steps=1)[1] == 32, "nothing is known yet"
+    rows = learn(turns, [*narrow, *wide], DEAR)[1]
+    assert 11 <= rows <= 14, "3 x (4 + 2) ms = (4 + 14) ms with one row of it, 13 rows"
+    assert learn(turns, wide, DEAR)[1] == 48, "alone it has them all"
+    assert learn(turns, [*sequences(2, 10), *wide], DEAR)[1] >= 20, "never under twice the others"
+
+
+def test_rows_that_cost_nothing_are_as_many_as_allowed() -> None:
+    turns = RowShares(32)
+    learn(turns, sequences(1, 48), FREE)  # steps of one size do not tell what a row costs
+    assert learn(turns, [*sequences(0, 1), *sequences(1, 48)], FREE)[1] == 32
+
+
+def test_steps_without_several_sequences_teach_nothing() -> None:
+    turns = RowShares(32)
+    learn(turns, [*sequences(0, 1), *sequences(1, 1), *sequences(2, 1), *sequences(3, 1), *sequences(4, 1)], DEAR)
+    assert learn(turns, [*sequences(0, 1), *sequences(1, 48)], DEAR, steps=1)[1] == 32
+
+
 def test_the_option_chooses() -> None:
-    assert isinstance(make_policies(EngineConfig(model="none")).turns, RowShares)
+    policies = make_policies(EngineConfig(model="none"))
+    assert isinstance(policies.turns, RowShares)
+    assert policies.turns in policies.listeners
     assert isinstance(make_policies(EngineConfig(model="none", shared_step_rows=None)).turns, EveryStep)
