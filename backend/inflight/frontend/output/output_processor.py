@@ -411,6 +411,8 @@ class OutputProcessor:
 
     def _fail_all(self, error: RequestError) -> None:
         self._catch_up()
+        for stream in self._streams.values():
+            stream.dropped = True  # no engine is to get one when another one ends
         for request_id in list(self._streams):
             self._fail(request_id, error, "failed")
 

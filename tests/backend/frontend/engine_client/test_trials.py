@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from inflight.engine.messages import AbortRequest, AddRequest, Ask, SequenceDelt
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.engine_client.risk_wait import RiskWait
 from inflight.frontend.engine_client.send_buffer import SendBuffer
+from inflight.frontend.lifecycle.drain import Drain
 
 LENGTH = 400
 
@@ -28,12 +30,14 @@ class Trials:
     Attributes:
         recalled: what the engine was emptied of, each time.
         tried: the suspects.
+        sent: all requests that were sent again.
         held: confirmations that wait, once `hold` is set.
     """
 
     def __init__(self, rig: SupervisorRig) -> None:
         self.recalled: list[set[int]] = []
         self.tried: list[list[int]] = []
+        self.sent: list[int] = []
         self.held: list[Callable[[], None]] = []
         self.hold = False
         self._recall, self._resubmit = rig.supervisor.recall, rig.supervisor.resubmit
@@ -46,6 +50,7 @@ class Trials:
 
     def resubmit(self, requests: Any, hold_new: bool = False, settled: bool = True) -> None:
         requests = list(requests)
+        self.sent += [request.request_id for request in requests]
         if hold_new and requests:
             self.tried.append([request.request_id for request in requests])
         self._resubmit(requests, hold_new, settled)
@@ -158,11 +163,15 @@ def test_a_suspect_that_is_cancelled_during_its_trial(rig: SupervisorRig) -> Non
     assert trials.tried == [[5]]
     suspect.cancelled = True
     assert suspect.wait().error == ("CANCELLED", "Request was cancelled")
+    go_on(rig)
+    check_all(others)
+    assert rig.stats.deaths == 3
+
+
+def go_on(rig: SupervisorRig) -> None:
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGCONT)
-    check_all(others)
-    assert rig.stats.deaths == 3
 
 
 def stopped(rig: SupervisorRig) -> None:
@@ -206,6 +215,60 @@ def test_a_stop_during_a_trial_ends_every_stream(rig: SupervisorRig) -> None:
     rig.streams.stop("unloaded")
     assert [client.wait().error for client in [*clients, new]] == [("UNAVAILABLE", "unloaded")] * 6
     assert rig.streams.num_open == 0
+
+
+def drain(rig: SupervisorRig, timeout: float) -> Future[dict[str, Any]]:
+    return Drain(rig.streams, timeout, lambda level, line: None).begin("test")
+
+
+def test_a_drain_lets_a_trial_and_what_waits_for_it_finish(rig: SupervisorRig) -> None:
+    trials, (*others, poison) = start(rig, hold=True)
+    wait_for(lambda: trials.held)
+    new = rig.open(max_tokens=3)
+    drained = drain(rig, 600)
+    error = rig.open(max_tokens=3).wait().error
+    assert error is not None and "the model is draining" in error[1]
+    trials.release()
+    assert "while it ran this request" in poison.wait().error[1]  # type: ignore[index]
+    check_all(others)
+    assert tokens(new.wait()) == echo(PROMPT, 3)
+    assert (drained.result()["finished"], drained.result()["ended"]) == (6, 0)
+
+
+def test_a_drain_that_is_over_while_the_engine_is_emptied_ends_all_and_sends_nothing_again(rig: SupervisorRig) -> None:
+    trials, clients = start(rig, hold=True)
+    wait_for(lambda: trials.held)
+    clients.append(rig.open(max_tokens=3))
+    trials.sent.clear()
+    drained = drain(rig, 0)
+    errors = [client.wait().error for client in clients]
+    assert {code for code, _ in errors} == {"UNAVAILABLE"}  # type: ignore[misc]
+    assert all("drain_timeout=0 s" in text for _, text in errors)  # type: ignore[misc]
+    assert (drained.result()["finished"], drained.result()["ended"]) == (0, 6)
+    trials.release()
+    rig.supervisor.stop()
+    assert not trials.sent
+    assert not rig.supervisor._send_buffer.in_engine
+
+
+@pytest.mark.parametrize("who", ["suspect", "others"])
+def test_a_drain_that_is_over_during_a_trial_ends_all_and_sends_nothing_again(rig: SupervisorRig, who: str) -> None:
+    """Whichever of them the streams have first."""
+    trials, clients = start(rig, crash="stop=4")
+    for _ in range(3):
+        stopped(rig)
+        kill(rig)
+    stopped(rig)
+    assert trials.tried == [[5]]
+    if who == "suspect":
+        streams = rig.streams._streams
+        rig.streams.run(lambda: [streams.update({k: streams.pop(k)}) for k in (1, 2, 3, 4)])
+    trials.sent.clear()
+    drained = drain(rig, 0)
+    assert {client.wait().error[0] for client in clients} == {"UNAVAILABLE"}  # type: ignore[index]
+    assert drained.result()["ended"] == 5
+    assert not trials.sent
+    go_on(rig)
 
 
 def test_streams_that_all_end_while_the_engine_is_emptied_hold_nothing_up(rig: SupervisorRig) -> None:
