@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import subprocess
@@ -18,6 +17,7 @@ from checkpoints import greedy_reference, make_checkpoint
 from drafters import add_gate
 from engine_rig import Info, make_core
 from nightly import nightly_but
+from processes_of import pipes_and_sockets
 
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
@@ -186,16 +186,6 @@ def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoi
         engine.close()
 
 
-def pipes_and_sockets(process: psutil.Process) -> set[str]:
-    """The pipes and sockets that a process keeps open while it runs; files come and go."""
-    folder = f"/proc/{process.pid}/fd"
-    links = set()
-    for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # a file, closed since
-            links.add(os.readlink(f"{folder}/{name}"))
-    return {link for link in links if link.startswith(("pipe:", "socket:"))}
-
-
 def test_forks_of_a_parent_without_threads_inherit_nothing_of_each_other(checkpoint, fork_server):
     engines = [Worker(fork_server, model=checkpoint) for _ in range(2)]
     try:
@@ -204,7 +194,7 @@ def test_forks_of_a_parent_without_threads_inherit_nothing_of_each_other(checkpo
         parent, *forks = (psutil.Process(process.pid) for process in (fork_server, *(e.process for e in engines)))
         assert (parent.name(), parent.num_threads()) == ("inflight-spare", 1)
         assert [(fork.name(), fork.ppid()) for fork in forks] == [("inflight-engine", parent.pid)] * 2
-        held = [pipes_and_sockets(process) for process in (parent, *forks)]
+        held = [pipes_and_sockets(process.pid) for process in (parent, *forks)]
         assert [len(fork - held[0]) for fork in held[1:]] == [2, 2], held  # the frontend's socket, its own pipe
         assert held[1] & held[2] <= held[0], held
     finally:

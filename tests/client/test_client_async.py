@@ -197,7 +197,7 @@ async def test_health_and_metadata(aclient: AsyncClient) -> None:
     assert await aclient.health()
     assert await aclient.ready()
     assert not await aclient.ready("missing")
-    await aclient.wait_until_ready(timeout=5)
+    await aclient.wait_until_ready(timeout=60)
     assert (await aclient.metadata())["name"] == "scripted"
     assert (await aclient.server_metadata())["name"] == "triton"
     assert "scripted" in [entry["name"] for entry in await aclient.repository_index()]

@@ -270,7 +270,8 @@ def test_the_next_server_gets_the_time_that_is_left() -> None:
     assert 5.0 >= first >= second + 0.05 >= third + 0.1
     late = Cluster([[7, 8]], [(1, LOST)])
     with pytest.raises(ServerUnreachableError):
-        list(Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=0.04), policy, late))
+        policy = RetryPolicy(initial_delay=60.0, multiplier=1, jitter=0, max_delay=60.0)
+        list(Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=50.0), policy, late))
     assert len(late.opened) == 1, "no attempt starts when the time is over"
 
 

@@ -274,6 +274,10 @@ async def test_thousands_of_streams_leave_nothing() -> None:
             before = _alive()
             for _ in range(100):
                 await asyncio.gather(*(one(client) for _ in range(20)))
-            after = _alive()
-    assert after == before
-    assert after["timers"] == 0
+            for _ in range(400):  # the last ones take a moment to be gone
+                after = _alive()
+                if all(after[kind] <= before[kind] for kind in before) and not after["timers"]:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                raise AssertionError(f"{after} instead of {before}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -12,6 +13,15 @@ import psutil
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import STUB_NAME, children
+
+
+def pipes_and_sockets(pid: int) -> set[str]:
+    """The pipes and sockets that a process keeps open while it runs; files come and go."""
+    links = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # a file, closed since
+            links.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return {link for link in links if link.startswith(("pipe:", "socket:"))}
 
 
 def command_line(process: psutil.Process) -> list[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 from collections.abc import Mapping
 
 from inflight_tools.installation import LauncherError
 
 __all__ = ["check_port", "pick_ports", "resolve_ports"]
+
+# Below the ports that Linux gives to outgoing connections: one of these would take a port before its server listens.
+_OURS = range(20_000, 30_000)
+_TRIES = 20
 
 
 def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
@@ -21,7 +26,7 @@ def pick_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         sockets = [stack.enter_context(socket.socket(_family(host))) for _ in range(count)]
         try:
             for sock in sockets:
-                sock.bind((host, 0))
+                _bind(sock, host)
         except (OSError, UnicodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise LauncherError(f"cannot listen on host {host!r}: {reason}; change --host") from None
@@ -62,6 +67,14 @@ def check_port(host: str, port: int, service: str, option: str) -> None:
             raise LauncherError(
                 f"port {port} ({service}) on {host}: {error.strerror}; change {option} (0 picks a free port)"
             ) from None
+
+
+def _bind(sock: socket.socket, host: str) -> None:
+    """Bind to a free port, chosen at random: two programs that look for one at the same time find different ones."""
+    for port in random.SystemRandom().sample(_OURS, _TRIES):
+        with contextlib.suppress(OSError):  # taken; what else is wrong, the last try tells
+            return sock.bind((host, port))
+    sock.bind((host, 0))
 
 
 def _family(host: str) -> socket.AddressFamily:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from fake_engine import echo
 from frontend_rig import FAKE_ENGINE
+from processes_of import pipes_and_sockets
 from supervisor_rig import PROMPT, SupervisorRig, alive, tokens, wait_for
 
 from inflight.config import EngineConfig
@@ -74,9 +75,9 @@ def test_a_fork_inherits_no_descriptor_of_the_stub_and_none_of_the_engines_befor
         for _ in range(2):
             engine = engine_pid(rig)
             rig.open(max_tokens=1).wait()  # it has opened everything that it needs
-            counts.append(psutil.Process(engine).num_fds())
-            paths = [os.readlink(path) for path in Path(f"/proc/{engine}/fd").iterdir()]
-            assert f"pipe:[{os.fstat(writes).st_ino}]" not in paths
+            held = pipes_and_sockets(engine)
+            counts.append(len(held))
+            assert f"pipe:[{os.fstat(writes).st_ino}]" not in held
             os.kill(engine, signal.SIGKILL)
             engine_pid(rig, engine)
         assert counts[0] == counts[1]

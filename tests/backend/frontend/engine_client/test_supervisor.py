@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import types
 from collections.abc import Iterator
 from concurrent import futures
@@ -16,6 +15,7 @@ from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from fake_engine import echo
 from frontend_rig import FAKE_ENGINE, RecordingClient
@@ -236,7 +236,7 @@ def test_the_engine_dies_with_its_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline())
-    time.sleep(0.3)  # the child has called prctl
+    wait_for(lambda: psutil.Process(pid).cmdline()[: len(FAKE_ENGINE)] == FAKE_ENGINE)  # it has called prctl before
     assert alive(pid)
     parent.kill()
     parent.wait()

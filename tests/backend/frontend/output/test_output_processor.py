@@ -166,7 +166,7 @@ def test_tokens_without_text_cause_no_response(rig: Rig) -> None:
     ids = TOKENIZER.encode("😀", add_special_tokens=False)
     client = rig.open()
     rig.feed(ids, finish=None)
-    assert client.arrived.wait(5)
+    assert client.arrived.wait(20)
     rig.feed([IDS[0]])
     client.wait()
     assert client.responses[0]["text_output"][0].decode().endswith("😀")
@@ -328,7 +328,7 @@ def test_cumulative_responses_include_the_output_that_a_request_begins_with(rig:
 def test_without_detokenization_there_are_tokens_and_no_text(rig: Rig) -> None:
     client = rig.open("return_logprobs", "return_num_output_tokens", logprobs=0, detokenize=False)
     rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, Logprobs.of([[(IDS[0], -1.0, 1)]])))
-    assert client.arrived.wait(5), "a token is worth a response"
+    assert client.arrived.wait(20), "a token is worth a response"
     rig.step(SequenceDelta(1, 0, IDS[1:], "length", None, Logprobs.of([(token, -1.0, 1)] for token in IDS[1:])))
     client.wait()
     assert client.texts() == [""]
@@ -363,7 +363,7 @@ def test_prompt_logprobs_come_complete_with_the_first_response_only(rig: Rig) ->
     rest = [[(token, -1.0, 1)] for token in PROMPT[1:]]
     rig.step(SequenceDelta(1, 0, [], None, None, None, Logprobs([0])))
     rig.step(SequenceDelta(1, 0, [IDS[0]], None, None, None, Logprobs.of(rest)))
-    assert client.arrived.wait(5)
+    assert client.arrived.wait(20)
     rig.feed(IDS[1:])
     client.wait()
     first, *others = client.responses
@@ -427,7 +427,7 @@ def test_a_deadline_does_not_wait_for_the_next_sweep() -> None:
     rig = Rig(check_seconds=30.0)
     try:
         client = rig.open(timeout=0.05)
-        assert client.ended.wait(5)
+        assert client.ended.wait(20)
     finally:
         rig.streams.stop("test over")
 
