@@ -36,6 +36,9 @@ PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 
 TORCH := $(shell sed -n 's/^ *"\(torch[<>=][^"]*\)".*/\1/p' pyproject.toml)
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 
+# With it, each of the processes that tests start would compile all that it imports: torch and transformers, for 8 s.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp

@@ -140,3 +140,11 @@ def test_a_change_runs_the_nightly_tests_of_its_rooms_and_of_changed_files() -> 
     )
     assert files_for([gpu]) == [gpu]
     assert files_for([f"{room}a.py" for room in nightly_for_change.ROOMS]) == [], "too much for one run"
+
+
+def test_what_make_starts_keeps_the_modules_that_it_compiles() -> None:
+    """Else each process that a test starts compiles torch again."""
+    command = ["make", "--no-print-directory", "--eval", 'shown: ; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "shown"]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True) == "<>\n"
+    assert "\nunset PYTHONDONTWRITEBYTECODE\n" in (ROOT / ".ci" / "run").read_text()

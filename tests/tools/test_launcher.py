@@ -92,6 +92,7 @@ def _wait_until(condition: Callable[[], object], seconds: float = 20.0) -> None:
 def test_picked_ports_are_free_and_distinct() -> None:
     ports = pick_ports(5)
     assert len(set(ports)) == 5
+    assert max(ports) < 32768, "no outgoing connection takes one before it is used"
     for port in ports:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
