@@ -23,7 +23,6 @@ __all__ = ["SPANS", "ZERO", "Int4Ops", "Int4Weight", "ReferenceInt4", "span_of",
 
 SPANS = (64, 32, 16)  # inputs of half a block: what a tensor core takes at once, at least
 ZERO = 8  # the zero point of symmetric codes
-_IN_WORD = (0, 2, 1, 3)  # its own inverse
 
 
 def span_of(num_inputs: int, group: int) -> int | None:
@@ -35,8 +34,12 @@ def tiled(codes: Tensor, span: int) -> Tensor:
     """uint8 [N, K], from 0 to 15 -> uint8 [K / (2 * span), N, span]"""
     halves = codes.view(len(codes), -1, 2, span)
     packed = halves[:, :, 0] | halves[:, :, 1] << 4
-    words = packed.view(*packed.shape[:2], span // 4, 4)[..., list(_IN_WORD)]
-    return words.flatten(2).transpose(0, 1).contiguous()
+    return _exchanged(packed).transpose(0, 1).contiguous()
+
+
+def _exchanged(packed: Tensor) -> Tensor:
+    """uint8 [.., .., SPAN] with bytes 1 and 2 of every four in each other's place."""
+    return packed.unflatten(2, (-1, 2, 2)).transpose(-1, -2).flatten(2)
 
 
 @dataclass(frozen=True)
@@ -73,8 +76,8 @@ class Int4Weight:
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """The weight [N, K]; each number is computed in float32 and rounded once."""
-        words = self.codes.unflatten(2, (-1, 4))[..., list(_IN_WORD)].flatten(2)
-        spans = torch.stack((words & 15, words >> 4), 1).flatten(0, 1)  # [K / SPAN, N, SPAN]
+        packed = _exchanged(self.codes)
+        spans = torch.stack((packed & 15, packed >> 4), 1).flatten(0, 1)  # [K / SPAN, N, SPAN]
         numbers = spans.to(torch.float32).view(len(self.scales), -1, self.num_outputs, self.span)
         scales = self.scales.to(torch.float32)[:, None, :, None]
         if self.factors is None:

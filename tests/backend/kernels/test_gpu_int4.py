@@ -157,10 +157,7 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
             found[inputs, count] = [*launches.names]
     assert found[128, 64] == ["int4_kernel"]
     assert found[1024, 64] == ["int4_kernel", "int4_sum_kernel"]
-    assert (
-        found[128, 65] == ["int4_dequantise_kernel", "aten.t", "aten.mm"]
-        or found[128, 65][0] == "int4_dequantise_kernel"
-    )
+    assert found[128, 65] == ["int4_dequantise_kernel", "aten.mm"]
 
 
 def test_the_scratch_is_as_large_as_the_largest_layer_needs() -> None:
@@ -213,7 +210,7 @@ CASES = [
     *((arch, "bfloat16", 1024, 1024, 32, "mins") for arch in (80, 100, 120)),
     *((arch, "bfloat16", 1024, 1024, 128, "zeros") for arch in (80, 90, 100, 120)),
     (90, "float16", 1024, 1024, 128, "symmetric"),
-    (90, "bfloat16", 1000, 1056, 1056, "symmetric"),
+    (90, "bfloat16", 1000, 1088, 1088, "symmetric"),
 ]
 
 

@@ -27,11 +27,9 @@ class Int4(Plain):
             raise ConfigError(f'quantization="int4" cannot be used: {why}; {way_out}')
 
     def bytes_saved(self, make_model: Callable[[], nn.Module], hf_config: Any, dtype: torch.dtype) -> int:
-        sizes = [linear.weight.shape for linear in decoder_linears(make_model(), hf_config).values()]
-        fitting = [(outputs, inputs) for outputs, inputs in sizes if int4_linear.fits(inputs)]
-        return sum(
-            outputs * inputs * dtype.itemsize - int4_search.bytes_of(outputs, inputs) for outputs, inputs in fitting
-        )
+        weights = [linear.weight for linear in decoder_linears(make_model(), hf_config).values()]
+        fitting = [weight for weight in weights if int4_linear.fits(weight.shape[1])]
+        return sum(weight.numel() * dtype.itemsize - int4_search.bytes_of(*weight.shape) for weight in fitting)
 
     def place(self, model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
         return int4_linear.quantize_linears(model, hf_config, device, verify)
