@@ -28,7 +28,7 @@ from inflight.ops.int4 import Int4Weight
 CUDA = torch.device("cuda")
 # outputs, inputs, group; of one part and of several
 SIZES = sized([(6144, 4096, 32), (4096, 14336, 128), (28672, 4096, 128), (1000, 1088, 1088)], [(72, 256, 16)])
-PROMPTS = [[1], [5, 6, 7] * 12, *sized([[9] * 200, [3, 1, 4, 1, 5] * 18], [[9] * 9])]
+PROMPTS = [[1], [5, 6, 7] * 24, *sized([[9] * 200, [3, 1, 4, 1, 5] * 18], [[9] * 9])]
 COUNT = sized(20, 4)
 
 
@@ -78,8 +78,8 @@ def test_codes_are_found_as_on_the_cpu() -> None:
 
 
 def generated(path: str, **options: Any) -> list[list[int]]:
-    limits = sized(dict(max_num_batched_tokens=300, max_num_seqs=3), dict(max_num_batched_tokens=40, max_num_seqs=2))
-    core = make_core(path, dtype="bfloat16", max_model_len=sized(256, 64), block_size=16, **limits, **options)
+    limits = sized(dict(max_num_batched_tokens=300, max_num_seqs=3), dict(max_num_batched_tokens=80, max_num_seqs=2))
+    core = make_core(path, dtype="float16", check_on_load=False, max_model_len=256, block_size=16, **limits, **options)
     if options["device"] == "cuda":
         modules = core.runner.model.modules()  # type: ignore[attr-defined]
         assert any(isinstance(module, Int4Linear) for module in modules)
@@ -93,7 +93,7 @@ def generated(path: str, **options: Any) -> list[list[int]]:
 def test_the_engine_gives_the_tokens_of_the_twin(
     stored: str | None, eager: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """Quantised at load, or a checkpoint served in its codes; steps of more rows than a tile has, too."""
+    """Quantised at load, or a checkpoint served in its codes; steps of more than 64 rows, too."""
     path = make_checkpoint("llama", tmp_path, head_dim=32, intermediate_size=64, num_hidden_layers=sized(2, 1))
     quantization: dict[str, Any] = {"quantization": "int4"} if stored is None else {}
     if stored is not None:
