@@ -24,7 +24,7 @@ from inflight.ops.int4 import Int4Weight, span_of
 
 ERROR_LIMIT = 0.01  # relative, of 16 bits
 # name -> inputs that share a scale, and whether it comes with a min
-KINDS = {"checkpoint, groups of 128": (128, False), "int4, groups of 32": (32, True)}
+KINDS = {"int4 of a checkpoint, groups of 128": (128, False), "int4, groups of 32": (32, True)}
 
 
 def _weight(outputs: int, inputs: int, group: int, mins: bool, device: torch.device) -> Int4Weight:

@@ -260,7 +260,7 @@ def test_numbers_that_are_none_are_refused(path: str, small_card: None) -> None:
 
 
 def test_memory_is_checked_for_four_bits(path: str, small_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a checkpoint, and those that the option makes; each within one percent of what the model takes."""
+    """Codes of a checkpoint, and codes that the option makes; each within one percent of what the model takes."""
     stored = sum(x.nbytes for made in layers_of(loaded(path, quantization="int4")).values() for x in made.buffers())
     monkeypatch.setattr(weights, "available_memory", lambda device: 0)
     tensors = load_file(Path(path) / "model.safetensors")

@@ -20,7 +20,8 @@ Hoque et al., Accelerating a Triton Fused Kernel for W4A16 Quantized Inference w
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,7 +44,8 @@ _SUMMED = 256  # outputs of a program that adds up parts
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
-class Parts(NamedTuple):
+@dataclass(frozen=True)
+class Parts:
     """How the inputs of a layer are shared: the number of parts, and the blocks of each."""
 
     count: int

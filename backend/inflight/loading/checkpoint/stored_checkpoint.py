@@ -90,7 +90,7 @@ def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4C
     """Replace each `StoredLinear` by the layer that computes its products; returns how many are dequantised.
 
     Args:
-        kept: makes those that keep their codes; None if none does.
+        kept: makes the layers that keep their codes; None if none does.
     """
     dequantised = 0
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:

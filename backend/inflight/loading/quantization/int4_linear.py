@@ -39,7 +39,7 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def stays_in_codes(quantization: str | None, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a checkpoint's codes of four bits are kept; those that another scheme quantises once more are not."""
+    """Whether a checkpoint's codes of four bits are kept, and not quantised once more by another scheme."""
     return quantization not in ("int8", "fp8") and unsupported(device, dtype) is None
 
 

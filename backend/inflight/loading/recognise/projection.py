@@ -91,10 +91,9 @@ class Projection:
             self._merge_blocks(self.linears)  # type: ignore[arg-type]
             return
         if isinstance(first, Int4Linear):
-            if can_merge(self.linears):  # type: ignore[arg-type]  # else they stay single: their inputs have other orders
-                self.int4 = first if len(self.linears) == 1 else Int4Linear.merged(self.linears)  # type: ignore[arg-type]
+            self._merge_int4(self.linears)  # type: ignore[arg-type]
             return
-        self.weight = _merged([linear.weight for linear in self.linears])
+        self.weight = _merged([linear.weight for linear in self.linears])  # type: ignore[misc]
         self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])  # type: ignore[misc]
 
     def _merge_blocks(self, linears: Sequence[BlockFp8Linear]) -> None:
@@ -103,6 +102,13 @@ class Projection:
             self.block_fp8 = linears[0]
         elif not any(linear.out_features % linear.block[0] for linear in linears[:-1]):
             self.block_fp8 = BlockFp8Linear.merged(linears)
+
+    def _merge_int4(self, linears: Sequence[Int4Linear]) -> None:
+        """Layers that read their inputs in other orders, or have other groups, stay single."""
+        if len(linears) == 1:
+            self.int4 = linears[0]
+        elif can_merge(linears):
+            self.int4 = Int4Linear.merged(linears)
 
 
 def _merged(parts: list[Tensor]) -> Tensor:
