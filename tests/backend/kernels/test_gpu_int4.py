@@ -140,6 +140,7 @@ def test_parts_of_a_merged_layer_and_no_rows() -> None:
     x = rows(5, 128, torch.float16)
     assert off(ops.linear(x, weight, None), F.linear(x.cpu().double(), exact[24:64])) < 0.0004
     assert ops.linear(x[:0], weight, None).shape == (0, 40)
+    assert torch.equal(ops.linear(x.t().contiguous().t(), weight, None), ops.linear(x, weight, None))
 
 
 def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from checkpoints import make_checkpoint
 from emulated_card import Card
 from int4_layers import int4_twins, int4_weight
 from integer_checkpoints import CONFIGS, WRITERS, write
+from nightly import nightly_but
 from paged_case import relative_error
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -225,6 +226,29 @@ def test_the_option_quantizes_at_load(path: str, small_card: None) -> None:
         found = made.int4_weight.dequantised(torch.float32).cpu()
         assert relative_error(found, plain[f"{name}.weight"].bfloat16().float()) < 0.08
         assert made.codes.device.type == "cuda"
+
+
+def test_a_head_in_codes(path: str, small_card: None) -> None:
+    """Of 199 outputs, by the fused decoder; the check at load compares the logits."""
+    write(path, "gptq", also=("lm_head.weight",))
+    model = loaded(path)
+    assert isinstance(model.lm_head, Int4Linear)
+    assert model.model.layers[0].mlp.gate_proj.codes.untyped_storage().nbytes() == 2 * 64 * 16, "merged with up"
+
+
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "opt", "qwen3_moe", "starcoder2", "cohere"]
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["qwen2"], FAMILIES))
+def test_every_family_passes_the_check_at_load(model_type: str, tmp_path: Path, small_card: None) -> None:
+    """With biases, with layers that do not fit, and beside experts."""
+    torch.set_num_threads(1)
+    model = loaded(make_checkpoint(model_type, tmp_path), quantization="int4")
+    assert layers_of(model)
+
+
+def test_random_weights_are_quantized_too(path: str, small_card: None) -> None:
+    assert len(layers_of(loaded(path, quantization="int4", load_format="dummy", check_on_load=False))) == 7
 
 
 def wrong_product(monkeypatch: pytest.MonkeyPatch) -> None:

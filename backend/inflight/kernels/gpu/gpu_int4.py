@@ -239,11 +239,12 @@ class GpuInt4:
 
     def _multiply(self, x: Tensor, weight: Int4Weight, bias: Tensor | None, out: Tensor) -> None:
         num_rows, parts = len(x), parts_of(weight)
+        x = x if x.stride(1) == 1 else x.contiguous()
         tile = next(rows for rows in _TILES if num_rows <= rows)
         warps, stages = _TILES[tile]
         # The interpreter multiplies the bits of bfloat16.
         dot = tl.float32 if x.dtype == torch.bfloat16 and interpreted() else _DTYPES[x.dtype]
-        assert x.stride(1) == 1 and self._sums is not None
+        assert self._sums is not None
         int4_kernel[(triton.cdiv(weight.num_outputs, _BLOCK_N), parts.count)](
             x, *_tensors(weight), bias, out, self._sums,
             num_rows, weight.num_outputs, len(weight.codes), parts.blocks, x.stride(0), *_strides(weight),

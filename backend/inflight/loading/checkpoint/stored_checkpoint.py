@@ -82,7 +82,7 @@ def load_stored(
         _log.info("%d linear layers of %s stay in the four bits of %s", kept.count, config.model, method)
     if dequantised:
         name = str(dtype).removeprefix("torch.")
-        _log.info("the %s weights of %s are dequantised to %s", method, config.model, name)
+        _log.info("the %s weights of %d layers of %s are dequantised to %s", method, dequantised, config.model, name)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
 
 
