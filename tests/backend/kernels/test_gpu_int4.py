@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ pytestmark = [
 ]
 # outputs, inputs, group: several parts; groups of a half, a whole and several blocks; all inputs in one
 SIZES = [(40, 256, 16), (130, 128, 32), (72, 96, 32), (64, 384, 64), (70, 256, 128), (33, 96, 96)]
+
+EDGES = (1, 2, 8, 15, 16, 17, 31, 32, 33, 47, 63)  # of tiles
 
 
 def on_device(weight: Int4Weight) -> Int4Weight:
@@ -88,13 +91,14 @@ def test_scales_of_other_dtypes(scales: torch.dtype) -> None:
     assert off(ops.linear(x, weight, None), F.linear(x.cpu().double(), exact)) < 0.0004
 
 
-def test_a_row_has_the_same_bits_in_every_batch_of_up_to_64() -> None:
+@pytest.mark.parametrize("counts", nightly_but([EDGES], [EDGES, range(1, MAX_ROWS)]), ids=["edges", "all"])
+def test_a_row_has_the_same_bits_in_every_batch_of_up_to_64(counts: Sequence[int]) -> None:
     made, _ = int4_weight(40, 256, 16, "mins")
     ops, weight = prepared(made, torch.bfloat16)
     assert parts_of(weight).count == 2
     x = rows(MAX_ROWS, 256, torch.bfloat16)
     whole = ops.linear(x, weight, None)
-    for count in range(1, MAX_ROWS):
+    for count in counts:
         first = (7 * count) % (MAX_ROWS - count + 1)
         assert torch.equal(ops.linear(x[first : first + count], weight, None), whole[first : first + count])
 

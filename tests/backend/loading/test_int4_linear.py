@@ -185,7 +185,7 @@ def layers_of(model: nn.Module) -> dict[str, Int4Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Int4Linear)}
 
 
-@pytest.mark.parametrize("name", ["gptq act-order", "awq"])
+@pytest.mark.parametrize("name", nightly_but(["gptq act-order"], ["gptq act-order", "awq"]))
 def test_a_card_keeps_the_codes(path: str, small_card: None, name: str, caplog: pytest.LogCaptureFixture) -> None:
     """The check at load passes with all of them; the head, which is plain, stays plain."""
     actual = write(path, name)
@@ -218,7 +218,9 @@ def test_int4_beside_codes_quantizes_what_is_left(path: str, small_card: None) -
     assert {name for name, made in found.items() if made.factors is not None} == {"model.layers.0.mlp.up_proj"}
 
 
-def test_the_option_quantizes_at_load(path: str, small_card: None) -> None:
+def test_the_option_quantizes_at_load(tmp_path: Path, small_card: None) -> None:
+    """Layers with biases; the check at load passes."""
+    path = make_checkpoint("qwen2", tmp_path, intermediate_size=64, num_hidden_layers=1)
     plain = load_file(Path(path) / "model.safetensors")
     model = loaded(path, quantization="int4")
     assert len(layers_of(model)) == 7 and type(model.lm_head) is nn.Linear
@@ -228,6 +230,7 @@ def test_the_option_quantizes_at_load(path: str, small_card: None) -> None:
         assert made.codes.device.type == "cuda"
 
 
+@pytest.mark.nightly
 def test_a_head_in_codes(path: str, small_card: None) -> None:
     """Of 199 outputs, by the fused decoder; the check at load compares the logits."""
     write(path, "gptq", also=("lm_head.weight",))
@@ -239,7 +242,8 @@ def test_a_head_in_codes(path: str, small_card: None) -> None:
 FAMILIES = ["llama", "qwen2", "qwen3", "gemma2", "phi3", "granite", "opt", "qwen3_moe", "starcoder2", "cohere"]
 
 
-@pytest.mark.parametrize("model_type", nightly_but(["qwen2"], FAMILIES))
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_family_passes_the_check_at_load(model_type: str, tmp_path: Path, small_card: None) -> None:
     """With biases, with layers that do not fit, and beside experts."""
     torch.set_num_threads(1)
@@ -247,6 +251,7 @@ def test_every_family_passes_the_check_at_load(model_type: str, tmp_path: Path, 
     assert layers_of(model)
 
 
+@pytest.mark.nightly
 def test_random_weights_are_quantized_too(path: str, small_card: None) -> None:
     assert len(layers_of(loaded(path, quantization="int4", load_format="dummy", check_on_load=False))) == 7
 
@@ -285,7 +290,11 @@ def test_numbers_that_are_none_are_refused(path: str, small_card: None) -> None:
 
 def test_memory_is_checked_for_four_bits(path: str, small_card: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes of a checkpoint, and codes that the option makes; each within one percent of what the model takes."""
-    stored = sum(x.nbytes for made in layers_of(loaded(path, quantization="int4")).values() for x in made.buffers())
+    stored = sum(
+        x.nbytes
+        for made in layers_of(loaded(path, quantization="int4", check_on_load=False)).values()
+        for x in made.buffers()
+    )
     monkeypatch.setattr(weights, "available_memory", lambda device: 0)
     tensors = load_file(Path(path) / "model.safetensors")
     others = sum(2 * x.numel() for name, x in tensors.items() if "proj" not in name)
