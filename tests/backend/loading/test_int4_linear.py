@@ -216,6 +216,7 @@ def test_int4_beside_codes_quantizes_what_is_left(path: str, small_card: None) -
     found = layers_of(loaded(path, quantization="int4", check_on_load=False))
     assert len(found) == 7
     assert {name for name, made in found.items() if made.factors is not None} == {"model.layers.0.mlp.up_proj"}
+    assert len({id(made._ops) for made in found.values()}) == 1, "one scratch for all"
 
 
 def test_the_option_quantizes_at_load(tmp_path: Path, small_card: None) -> None:
@@ -328,6 +329,14 @@ def needed(path: str, **options: Any) -> float:
 def test_refused_by_name(path: str, card: Card, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         loaded(path, quantization="int4", **options)
+
+
+def test_an_old_card(path: str, card: Card, small_card: None) -> None:
+    card.capability = (7, 5)
+    with pytest.raises(ConfigError, match=r"compute capability 7\.5 \(supported: 8\.0 and later\); remove it"):
+        loaded(path, quantization="int4")
+    write(path, "gptq")
+    assert not layers_of(loaded(path, check_on_load=False))
 
 
 def test_a_model_without_layers_that_fit(tmp_path: Path, small_card: None) -> None:

@@ -90,18 +90,17 @@ def _group(scales_ptr, offsets_ptr, outputs, is_output, place, d, d_min, ZERO: t
 
 
 @triton.jit
-def _half(numbers, x, products, least, DOT: tl.constexpr, MINS: tl.constexpr):
-    """`products` of numbers [BLOCK_N, SPAN] and x [SPAN, BLOCK_M], added to those given, and what mins subtract.
+def _add_half(numbers, x, products, sums, least, DOT: tl.constexpr, MINS: tl.constexpr):
+    """The products of numbers [BLOCK_N, SPAN] and x [SPAN, BLOCK_M], added to `products`; `sums` less the mins times x.
 
-    The latter are sums of x: as a product with ones, they are in every row of the tile at once, and their order of
+    The sums of x are a product with ones, too: so they are in every row of the tile at once, and their order of
     additions does not depend on BLOCK_M.
     """
     numbers = numbers.to(DOT)
-    subtracted = tl.zeros_like(products)
     if MINS:
         ones = tl.full(numbers.shape, 1.0, tl.float32).to(DOT)
-        subtracted = tl.dot(ones, x, input_precision="ieee") * least[:, None]
-    return tl.dot(numbers, x, products, input_precision="ieee"), subtracted
+        sums -= tl.dot(ones, x, input_precision="ieee") * least[:, None]
+    return tl.dot(numbers, x, products, input_precision="ieee"), sums
 
 
 @triton.jit(do_not_specialize=["num_rows", "blocks_per_part"])
@@ -134,17 +133,17 @@ def int4_kernel(
         x_high = tl.load(x_tile + block * (2 * SPAN) + SPAN, mask=is_row[None, :], other=0.0).to(DOT)
         place = 2 * block // SPANS_PER_GROUP * group_stride
         scale, zero, least = _group(scales_ptr, offsets_ptr, outputs, is_output, place, d, d_min, ZERO, MINS)
+        low = _numbers(words, zero, DTYPE, BLOCK_N, SPAN)
         products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-        products, subtracted = _half(_numbers(words, zero, DTYPE, BLOCK_N, SPAN), x_low, products, least, DOT, MINS)
+        products, sums = _add_half(low, x_low, products, sums, least, DOT, MINS)
         if SPANS_PER_GROUP % 2 != 0:  # the halves can belong to two groups
-            sums += products * scale[:, None] - subtracted
+            sums += products * scale[:, None]
             place = (2 * block + 1) // SPANS_PER_GROUP * group_stride
             scale, zero, least = _group(scales_ptr, offsets_ptr, outputs, is_output, place, d, d_min, ZERO, MINS)
             products = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-            subtracted = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
         high = _numbers(words >> 4, zero, DTYPE, BLOCK_N, SPAN)
-        products, further = _half(high, x_high, products, least, DOT, MINS)
-        sums += products * scale[:, None] - (subtracted + further)
+        products, sums = _add_half(high, x_high, products, sums, least, DOT, MINS)
+        sums += products * scale[:, None]
 
     inside = is_output[:, None] & is_row[None, :]
     places = rows[None, :] * num_outputs + outputs[:, None]

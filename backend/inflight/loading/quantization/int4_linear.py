@@ -35,7 +35,7 @@ def unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
         return f"it needs a GPU, and the device is {device.type}"
     if dtype not in _DTYPES:
         return f"it needs dtype bfloat16 or float16, and the model's is {str(dtype).removeprefix('torch.')}"
-    return no_int4(device)
+    return no_int4()
 
 
 def stays_in_codes(quantization: str | None, device: torch.device, dtype: torch.dtype) -> bool:
@@ -198,12 +198,13 @@ def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, ver
         LoadError: there is nothing to quantise, or a product is wrong on this device.
     """
     names = [name for name, linear in decoder_linears(model, hf_config).items() if fits(linear.in_features)]
-    if not names and not any(isinstance(module, Int4Linear) for module in model.modules()):
+    stored = next((module for module in model.modules() if isinstance(module, Int4Linear)), None)
+    if not names and stored is None:
         raise LoadError(
             f'quantization="int4" is not supported: {type(model).__name__} has no linear layer in its decoder layers '
             f"whose inputs are a multiple of {GROUP}; remove it"
         )
-    ops, verified = select_int4(device), set[Any]()
+    ops, verified = select_int4(device) if stored is None else stored._ops, set[Any]()
 
     def make(linear: nn.Linear, name: str) -> nn.Module:
         if not bool(linear.weight.isfinite().all()):
