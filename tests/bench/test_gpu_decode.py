@@ -42,6 +42,13 @@ def test_the_twelve_dearest_kernels_of_a_step() -> None:
     assert gpu_rows.kernel_lines({}) == []
 
 
+def test_layers_in_four_bits_take_fewer_bytes_than_the_head() -> None:
+    plain, packed = (gpu_model.Work(gpu_model.llama_8b(RUN), 2, size) for size in (None, 4.5 / 8))
+    config = plain.config
+    in_layers = plain.weights - config.vocab_size * config.hidden_size
+    assert plain.decode_bytes(3, 10) - packed.decode_bytes(3, 10) == in_layers * (2 - 4.5 / 8)
+
+
 def test_the_matrix_products_are_those_of_the_model() -> None:
     """As many weights as the model has in its linear layers; and the product of a layer of each kind is computed."""
     config = gpu_model.llama_8b(RUN)
