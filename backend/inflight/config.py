@@ -33,7 +33,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 # How checkpoints are stored: `quant_method` in their config.json.
-_Stored = Literal["auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4"]
+_Stored = Literal["auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4"]
 STORED: tuple[str, ...] = get_args(_Stored)
 
 _TRACED_STEPS = 4096  # for "step_trace": true
