@@ -421,7 +421,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
             _check_encodable(key, values[key], source)
         if "model" not in values:
-            raise ConfigError(f'{source}: "model" is missing; set it to a checkpoint directory, a GGUF file or a hub id')
+            raise ConfigError(
+                f'{source}: "model" is missing; set it to a checkpoint directory, a GGUF file or a hub id'
+            )
         try:
             return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
@@ -445,7 +447,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f'{path}: no such file; create it with {{"model": "<directory, GGUF file or hub id>"}}') from None
+            raise ConfigError(
+                f'{path}: no such file; create it with {{"model": "<directory, GGUF file or hub id>"}}'
+            ) from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits

@@ -38,13 +38,19 @@ _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def as_gguf(
-    folder: str, file: Path, kind: str = "F32", metadata: Mapping[str, Any] | None = None, **changes: Any
+    folder: str,
+    file: Path,
+    kind: str = "F32",
+    metadata: Mapping[str, Any] | None = None,
+    further: Mapping[str, np.ndarray] | None = None,
+    **changes: Any,
 ) -> dict[str, np.ndarray]:
     """Write the checkpoint in `folder` to `file`; returns its weights as the file's codes say, by transformers' names.
 
     Args:
         kind: of the matrices whose rows consist of whole blocks; the others are in float32.
         metadata: further keys, of any name.
+        further: tensors in float32 beside the weights.
         changes: keys of the architecture that differ; None: the key is left out.
     """
     config = AutoConfig.from_pretrained(folder)
@@ -55,6 +61,7 @@ def as_gguf(
             continue
         moved = _converted(name, weight, architecture, config)
         tensors[_named(name, architecture)], expected[name] = _encoded(moved, kind, name, weight, architecture, config)
+    tensors |= {name: (values, "F32") for name, values in (further or {}).items()}
     keys = {**dict(_keys(config, architecture)), **changes}
     keys = {f"{architecture}.{name}": value for name, value in keys.items() if value is not None}
     write_gguf(file, architecture, {**keys, **byte_tokens(config.vocab_size), **(metadata or {})}, tensors)
@@ -86,7 +93,12 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: int = 0) -> np.ndarra
     rng = np.random.default_rng(seed)
     numbers, num_bytes = quants.GGML_QUANT_SIZES[_type(kind)]
     blocks = rng.integers(0, 256, (*shape[:-1], shape[-1] // numbers, num_bytes), dtype=np.uint8)
-    halves = {"Q2_K": {80: 0.02, 82: 0.02}, "Q3_K": {108: 0.003}, "Q4_K": {0: 8e-4, 2: 3e-4}, "Q5_K": {0: 4e-4, 2: 3e-4}}
+    halves = {
+        "Q2_K": {80: 0.02, 82: 0.02},
+        "Q3_K": {108: 0.003},
+        "Q4_K": {0: 8e-4, 2: 3e-4},
+        "Q5_K": {0: 4e-4, 2: 3e-4},
+    }
     for offset, size in halves.get(kind, {208: 2e-4}).items():
         scale = (size * rng.uniform(0.5, 1.5, blocks.shape[:-1])).astype(np.float16)
         blocks[..., offset : offset + 2] = scale[..., None].view(np.uint8)
@@ -121,7 +133,7 @@ def _restored(weight: np.ndarray, name: str, architecture: str, config: Any) -> 
 
 
 def _heads(name: str, architecture: str, config: Any) -> int:
-    if architecture not in ("llama", "granite") or ".q_proj." not in name and ".k_proj." not in name:
+    if architecture not in ("llama", "granite") or (".q_proj." not in name and ".k_proj." not in name):
         return 0
     return config.num_attention_heads if ".q_proj." in name else config.num_key_value_heads
 

@@ -1,4 +1,4 @@
-"""GGUF files: the weights and the greedy tokens of the checkpoint that each was made of, or a line that says why not."""
+"""GGUF files: weights and greedy tokens of the checkpoint that each was made of, or a line that says why not."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_names_of_quantization_and_dummy_weights(tmp_path: Path) -> None:
     load_model(file, quantization="gguf", load_format="gguf")
     load_model(file, load_format="dummy")
     load_model(file, quantization="int8", native_forward=True, dtype="bfloat16")
-    with pytest.raises(ConfigError, match="quantization='awq', but .* has quant_method='gguf'; remove it"):
+    with pytest.raises(ConfigError, match=r"quantization='awq', but .* has quant_method='gguf'; remove it"):
         load_model(file, quantization="awq")
     with pytest.raises(ConfigError, match="quantization='gguf' names how a checkpoint is stored"):
         load_model(Path(path), quantization="gguf")
@@ -154,7 +154,7 @@ def test_minimums_that_mean_nothing() -> None:
 
     blocks = torch.from_numpy(random_blocks((3, 256), "Q4_K"))
     blocks[1, 2:4] = torch.tensor([float("nan")], dtype=torch.float16).view(torch.uint8)
-    with pytest.raises(LoadError, match="blk.0.x has infinite or undefined minimums"):
+    with pytest.raises(LoadError, match=r"blk.0.x has infinite or undefined minimums"):
         checked_blocks("blk.0.x", BLOCK_KINDS["Q4_K"], blocks)
 
 
@@ -163,7 +163,10 @@ def test_minimums_that_mean_nothing() -> None:
     [
         ({"feed_forward_length": 2**31 - 1}, r"blk.0.ffn_down.weight has shape \[32, 48\], and its metadata says"),
         ({"attention.key_length": 2**30, "attention.value_length": 2**30}, "blk.0.attn_[qk].weight has shape"),
-        ({"embedding_length": 2**31 - 1}, r"token_embd.weight has shape \[199, 32\], and its metadata says \[199, 2147"),
+        (
+            {"embedding_length": 2**31 - 1},
+            r"token_embd.weight has shape \[199, 32\], and its metadata says \[199, 2147",
+        ),
         ({"block_count": 2**20}, "llama.block_count is 1048576, more than 1024"),
         ({"block_count": 3}, "the tensor blk.2.[a-z_]+.weight is missing"),
         ({"block_count": 1}, "its metadata describes a model that has no place for blk.1.attn_norm.weight"),
@@ -174,7 +177,10 @@ def test_minimums_that_mean_nothing() -> None:
         ({"rope.freq_base": -1.0}, "llama.rope.freq_base is -1.0, not a number above 0"),
         ({"rope.scaling.type": "dynamic"}, r"rope.scaling.type is 'dynamic' \(served: linear, yarn\); use the model's"),
         ({"rope.dimension_count": 4}, "only a part of each head is rotated"),
-        ({"expert_count": 8}, "it is a mixture of experts, which is not served as GGUF; use its Hugging Face checkpoint"),
+        (
+            {"expert_count": 8},
+            "it is a mixture of experts, which is not served as GGUF; use its Hugging Face checkpoint",
+        ),
         ({"attention.value_length": 16}, "keys and values have heads of different sizes"),
     ],
 )
@@ -192,9 +198,13 @@ def test_a_tensor_of_another_shape_or_type(tmp_path: Path) -> None:
     path = make_checkpoint("llama", tmp_path)
     as_gguf(path, file)
     rewrite(file, "blk.1.ffn_gate.weight", struct.pack("<Q", 16), 4)
-    with pytest.raises(LoadError, match=r"blk.1.ffn_gate.weight has shape \[48, 16\], and its metadata implies \[48, 32\]"):
+    with pytest.raises(
+        LoadError, match=r"blk.1.ffn_gate.weight has shape \[48, 16\], and its metadata implies \[48, 32\]"
+    ):
         load_model(file)
     as_gguf(path, file)
     rewrite(file, "blk.1.ffn_gate.weight", struct.pack("<I", 34), 20)
-    with pytest.raises(LoadError, match="blk.1.ffn_gate.weight is stored as TQ1_0 .*; use a file of the model in Q4_K_M"):
+    with pytest.raises(
+        LoadError, match=r"blk.1.ffn_gate.weight is stored as TQ1_0 .*; use a file of the model in Q4_K_M"
+    ):
         load_model(file)

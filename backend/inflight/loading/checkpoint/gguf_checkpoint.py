@@ -77,7 +77,7 @@ def _expect_places(model: nn.Module, header: GgufHeader, names: Mapping[str, str
         GgufError: a tensor has no place in the model or another shape, or a weight of the model is missing.
     """
     wanted = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    tied = set() if "output.weight" in names else {"lm_head.weight"}
     for source, name in names.items():
         shape = header.tensors[source].shape
         if name not in wanted:

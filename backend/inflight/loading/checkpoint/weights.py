@@ -190,7 +190,7 @@ def pretrained(
     try:
         with nullcontext() if read_elsewhere is None else _quietly():
             if "state_dict" in options:
-                made = type(from_config(config, hf_config, dtype, torch.device("meta")))
+                made: Any = type(from_config(config, hf_config, dtype, torch.device("meta")))
                 model, report = made.from_pretrained(None, **options)
             else:
                 model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
