@@ -36,7 +36,7 @@ def test_all_weights(smollm2: Path, smollm2_gguf: Path) -> None:
 
 @pytest.mark.nightly
 def test_greedy_chats(smollm2_gguf: Path, answers: Answers) -> None:
-    """In float32 the weights are the numbers of the file, and not those that the checkpoint has rounded to bfloat16."""
+    """In bfloat16, as the file is served by default."""
     prompts = [answers.chat(prompt) for prompt in PROMPTS]
     core = make_core(str(smollm2_gguf), dtype="bfloat16", max_model_len=512, max_num_batched_tokens=40)
     deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=8)] * len(prompts))

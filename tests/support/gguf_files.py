@@ -123,7 +123,7 @@ def _converted(name: str, weight: np.ndarray, architecture: str, config: Any) ->
 
 
 def _restored(weight: np.ndarray, name: str, architecture: str, config: Any) -> np.ndarray:
-    """What `_converted` made of it, undone: row by row."""
+    """Undoes `_converted`, row by row."""
     heads = _heads(name, architecture, config)
     if not heads:
         return weight
@@ -168,7 +168,7 @@ def _keys(config: Any, architecture: str) -> Iterator[tuple[str, Any]]:
 
 
 def byte_tokens(count: int) -> dict[str, Any]:
-    """The tokenizer of a vocabulary of `count` letters, the last of which is the first two together."""
+    """The tokenizer of a vocabulary of `count` entries: letters, and at last the first two together."""
     tokens = [chr(33 + index) if index < 90 else chr(0x4E00 + index) for index in range(count - 1)]
     return {
         "tokenizer.ggml.model": "gpt2",

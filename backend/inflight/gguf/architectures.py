@@ -41,7 +41,7 @@ _GEMMA = {
 }
 # Are part of the configuration.
 _FACTORS = {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
-_NAME = re.compile(r"(?:blk\.(?P<layer>[0-9]+)\.)?(?P<part>[a-z0-9_]+)\.(?P<kind>weight|bias)")
+_NAME = re.compile(r"(?:blk\.(?P<layer>0|[1-9][0-9]*)\.)?(?P<part>[a-z0-9_]+)\.(?P<kind>weight|bias)")
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def _expect_tensors(values: Values, found: Architecture, sizes: Mapping[str, Any
     """Sizes are those of tensors, which lie in the file: so nothing is as large as the file's word alone says.
 
     Raises:
-        GgufError: they are not, or its layers are not those that it says.
+        GgufError: they are not, or a layer is missing.
     """
     hidden, head_dim = sizes["hidden_size"], sizes["head_dim"]
     rows = {"attn_q": sizes["num_attention_heads"] * head_dim, "attn_k": sizes["num_key_value_heads"] * head_dim}
@@ -231,7 +231,7 @@ def _phi3(values: Values, sizes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _gemma(values: Values, sizes: dict[str, Any], layers_of_largest: int) -> dict[str, Any]:
-    """What both have.  The scale of queries is that of a head, except in the largest model, as in llama.cpp."""
+    """The part that both have.  Queries are scaled by a head's size, except in the largest model, as in llama.cpp."""
     is_largest = sizes["num_hidden_layers"] == layers_of_largest
     scale = sizes["hidden_size"] // sizes["num_attention_heads"] if is_largest else sizes["head_dim"]
     return {

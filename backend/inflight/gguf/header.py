@@ -106,7 +106,7 @@ class _Reader:
         return GgufHeader(self._path, metadata, self._placed(infos, self._alignment(metadata)))
 
     def _counts(self) -> tuple[int, int]:
-        """Of tensors and keys, each of which takes some bytes of the header."""
+        """Of tensors and keys, which take at least 12 bytes each."""
         if self._content[:4] != b"GGUF":
             raise GgufError("it is no GGUF file: it does not begin with GGUF; give a Hugging Face checkpoint directory")
         self._at = 4

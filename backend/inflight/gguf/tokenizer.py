@@ -32,7 +32,7 @@ def make_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         GgufError: it has none, or one of a kind that is not served.
     """
     kind = metadata.get(f"{_KEYS}model")
-    if kind not in ("gpt2", "llama"):
+    if not isinstance(kind, str) or kind not in ("gpt2", "llama"):
         raise GgufError(f"its tokenizer is of the kind {kind!r:.40} (served: 'gpt2', 'llama'); {_WAY_OUT}")
     tokens = _tokens(metadata)
     try:
@@ -93,7 +93,7 @@ def _of_type(metadata: Mapping[str, Any], tokens: list[str], kind: int) -> Itera
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     name = metadata.get(f"{_KEYS}pre")
-    if name not in PRE_TOKENIZERS:
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         served = ", ".join(PRE_TOKENIZERS)
         raise GgufError(f"its text is cut as {_KEYS}pre={name!r:.40} says (served: {served}); {_WAY_OUT}")
     merges = metadata.get(f"{_KEYS}merges")

@@ -77,12 +77,11 @@ def _home() -> Path:
     Raises:
         OSError: there is none.
     """
-    cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-    fallback = Path(tempfile.gettempdir(), f"inflight-{os.getuid()}")  # of users without a home
     try:
+        cache_home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         return _private(cache_home / "inflight" / "gguf")
-    except (OSError, RuntimeError):
-        return _private(fallback)
+    except (OSError, RuntimeError):  # users without a home
+        return _private(Path(tempfile.gettempdir(), f"inflight-{os.getuid()}"))
 
 
 def _private(folder: Path) -> Path:
@@ -119,7 +118,7 @@ def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
     found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    numbers = {name: value for name, value in found.items() if isinstance(value, (int, float))}
+    numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
@@ -148,12 +147,12 @@ def _write(folder: Path, contents: Mapping[str, str]) -> None:
             path = made / name
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        shutil.rmtree(folder, ignore_errors=True)  # without its config.json, or there is none
-        with contextlib.suppress(FileExistsError):
+        try:
             made.rename(folder)
-    except OSError:
-        if not (folder / "config.json").is_file():
-            raise
+        except OSError:
+            if not (folder / "config.json").is_file():  # else another process has just made it
+                shutil.rmtree(folder)
+                made.rename(folder)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 

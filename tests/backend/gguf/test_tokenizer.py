@@ -91,7 +91,7 @@ def test_gemmas_pieces_are_merged_in_the_order_of_the_file() -> None:
     assert tokenizer.decode(tokenizer.encode(" a  b").ids) == " a  b"
 
 
-def byte_level(pre: str | None, **changes: Any) -> dict[str, Any]:
+def byte_level(pre: Any, **changes: Any) -> dict[str, Any]:
     from tokenizers import pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -171,6 +171,8 @@ def test_answers_end_with_all_that_llama_cpp_ends_them_with() -> None:
         (byte_level("deepseek-v9"), r"its text is cut as tokenizer.ggml.pre='deepseek-v9' says \(served: gpt-2, .*\)"),
         (byte_level(None), "tokenizer.ggml.pre=None says"),
         (byte_level("qwen2", model="bert"), r"its tokenizer is of the kind 'bert' \(served: 'gpt2', 'llama'\)"),
+        (byte_level("qwen2", model=np.zeros(3)), "its tokenizer is of the kind array"),
+        (byte_level(["a"]), r"tokenizer.ggml.pre=\['a'\] says"),
         (byte_level("qwen2", merges=None), "it has no tokenizer.ggml.merges"),
         (byte_level("qwen2", merges=["a b c"]), "tokenizer.ggml.merges has an entry that is no pair"),
         (byte_level("qwen2", merges=["q q"]), "its tokenizer cannot be made: "),

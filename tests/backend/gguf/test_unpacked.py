@@ -106,7 +106,8 @@ def test_another_process_that_makes_it_at_the_same_time(
         return contents(header)
 
     monkeypatch.setattr(module, "_contents", slow)
-    assert unpacked(file) == made and (made / "config.json").exists()
+    shutil.copy(file, aside / "theirs")
+    assert unpacked(file) == made and (made / "theirs").exists(), "it may be read already"
     shutil.rmtree(aside)
     assert list(cache.iterdir()) == [made]
 
@@ -129,11 +130,18 @@ def test_only_the_folders_used_last_are_kept(file: Path, cache: Path, monkeypatc
     assert set(cache.iterdir()) == {first, second, cache / "old5"}
 
 
+def expands_nothing(path: Path) -> Path:
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_cache_that_cannot_be_used(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of users without a home, and one that another user can write."""
     monkeypatch.setattr(module.tempfile, "gettempdir", lambda: str(tmp_path / "tmp"))
     fallback = tmp_path / "tmp" / f"inflight-{os.getuid()}"
     monkeypatch.setenv("XDG_CACHE_HOME", str(file))
+    assert unpacked(file).parent == fallback
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "expanduser", expands_nothing)
     assert unpacked(file).parent == fallback
     open_to_all = tmp_path / "shared" / "inflight" / "gguf"
     open_to_all.mkdir(parents=True)

@@ -103,7 +103,7 @@ def plausible(kind: str, rows: int) -> np.ndarray:
 def test_numbers_are_those_of_an_independent_decoder(
     kind: str, rows: int, blocks: int, seed: int, data: st.DataObject
 ) -> None:
-    """Of any bytes: also scales of 0, infinite ones, and those that are no number."""
+    """Of any bytes: also with scales that are 0, infinite, or no numbers."""
     size = BLOCK_KINDS[kind].num_bytes
     content = np.random.default_rng(seed).integers(0, 256, (rows, blocks * size), dtype=np.uint8)
     with np.errstate(all="ignore"):

@@ -193,6 +193,17 @@ def test_metadata_that_contradicts_the_tensors(tmp_path: Path, changes: dict[str
     assert "\n" not in str(error.value) and "model.gguf" in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["blk.00.attn_q.weight", "blk.0.attn_q_a.weight", "mm.0.weight", "blk.0.attn_q"])
+def test_a_tensor_without_a_place(tmp_path: Path, name: str) -> None:
+    """Also one that would be a second weight of the same layer."""
+    file = tmp_path / "model.gguf"
+    as_gguf(make_checkpoint("llama", tmp_path), file, further={name: np.ones((32, 32), np.float32)})
+    with pytest.raises(
+        LoadError, match=rf"this architecture \(llama\) has no place for its tensor {name}; use the model"
+    ):
+        load_model(file)
+
+
 def test_a_tensor_of_another_shape_or_type(tmp_path: Path) -> None:
     file = tmp_path / "model.gguf"
     path = make_checkpoint("llama", tmp_path)

@@ -16,15 +16,15 @@ __all__ = ["BLOCK_KINDS", "BlockKind", "BlockParts", "BlockWeight"]
 
 
 class BlockParts(NamedTuple):
-    """What blocks [B, bytes] contain: number[b, i] = scales[b, g] * (codes[b, i] - zero) - mins[b, g], g = i // group.
+    """The contents of blocks [B, bytes]: number[b, i] = scales[b, g] * (codes[b, i] - zero) - mins[b, g], g = i // G.
 
     Attributes:
         codes: uint8 [B, numbers], from 0 on.
         zero: of all codes.
         scale: float32 [B, 1], of the block; `scales` = scale * scale_codes.
-        scale_codes: integers [B, numbers / group]; None: one group, whose scale is the block's.
+        scale_codes: integers [B, numbers / G]; None: one group, whose scale is the block's.
         min: float32 [B, 1]; `mins` = min * min_codes; None: 0.
-        min_codes: integers [B, numbers / group]; None: one group.
+        min_codes: integers [B, numbers / G]; None: one group.
     """
 
     codes: Tensor
@@ -49,7 +49,7 @@ class BlockParts(NamedTuple):
 class BlockKind(NamedTuple):
     """
     Attributes:
-        halves: offsets of the numbers in float16 in a block, all of which must be finite.
+        halves: offsets of the numbers in float16 in a block, which must be finite; the first is the scale.
         read: uint8 [B, num_bytes] -> their parts; None: only `numbers_of` knows what they mean.
         numbers_of: uint8 [B, num_bytes] -> float32 [B, numbers].
     """
@@ -89,7 +89,7 @@ class BlockWeight:
         return None if self.kind.read is None else self.kind.read(blocks)
 
     def halves(self) -> Tensor:
-        """float32 [N * K / numbers, H]: all numbers in float16; those that are scales come first in a block."""
+        """float32 [N * K / numbers, H]: the numbers in float16 of each block, the scale first."""
         blocks = self.blocks.reshape(-1, self.kind.num_bytes)
         return torch.cat([_half(blocks, offset) for offset in self.kind.halves], 1)
 
