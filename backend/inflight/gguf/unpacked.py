@@ -117,9 +117,12 @@ def _token_id(metadata: Mapping[str, Any], name: str, size: int) -> int | None:
 
 
 def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
-    numbers = {name: value for name, value in found.items() if type(value) in (int, float)}
-    return {name: value for name, value in numbers.items() if math.isfinite(value)}
+    found: dict[str, Any] = {}
+    for key, name in _SAMPLING.items():
+        value = metadata.get(f"general.sampling.{key}")
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+            found[name] = value
+    return found
 
 
 def _tokenizer_files(metadata: Mapping[str, Any], length: int) -> dict[str, str]:
