@@ -158,6 +158,18 @@ def test_minimums_that_mean_nothing() -> None:
         checked_blocks("blk.0.x", BLOCK_KINDS["Q4_K"], blocks)
 
 
+def test_a_kind_that_the_installed_transformers_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    from inflight.loading.checkpoint import gguf_format
+    from inflight.loading.quantization.block_weight import BLOCK_KINDS
+
+    monkeypatch.setattr(gguf_format, "_DEQUANTISES", "transformers.integrations.none_such")
+    blocks = torch.from_numpy(random_blocks((3, 256), "Q3_K"))
+    with pytest.raises(
+        LoadError, match=r"blk.0.x is stored as Q3_K, which only newer versions of transformers .*: update"
+    ):
+        gguf_format.checked_blocks("blk.0.x", BLOCK_KINDS["Q3_K"], blocks)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

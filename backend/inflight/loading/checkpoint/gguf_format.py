@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from torch import Tensor
 
@@ -13,6 +14,8 @@ from inflight.loading.quantization.block_weight import BLOCK_KINDS, BlockKind, B
 from inflight.loading.quantization.packing import DAMAGED, Header, checked, scales_of
 
 __all__ = ["GgufFormat", "GgufPacking", "checked_blocks"]
+
+_DEQUANTISES = "transformers.integrations.gguf"
 
 
 class GgufFormat:
@@ -60,8 +63,14 @@ def checked_blocks(source: str, kind: BlockKind, blocks: Tensor) -> BlockWeight:
         blocks: uint8 [N, bytes of a row].
 
     Raises:
-        LoadError: a scale is not a number or infinite, or all are zero.
+        LoadError: a scale is not a number or infinite, or all are zero; or the installed transformers is too old for
+            a kind that it dequantises.
     """
+    if kind.read is None and find_spec(_DEQUANTISES) is None:
+        raise LoadError(
+            f"{source} is stored as {kind.name}, which only newer versions of transformers dequantise: update it, or "
+            "use a file of the model in Q4_K_M, Q6_K or Q8_0"
+        )
     weight = BlockWeight(kind, blocks)
     halves = weight.halves()
     scales_of(source, halves[:, :1])
