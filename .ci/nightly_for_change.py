@@ -21,6 +21,7 @@ ROOMS = {
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
     "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py", "tests/real_model"],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
+    "backend/inflight/gguf/": ["tests/backend/gguf", "tests/real_model", "tests/e2e/test_demo.py"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
     "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],

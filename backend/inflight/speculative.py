@@ -20,7 +20,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method: "suffix" copies what followed the longest earlier occurrence of the last tokens, in the request's own
             prompt and output and in past outputs; "ngram" searches the request alone; "draft_model" runs `model`, and
             is the default if `model` is set.
-        model: of "draft_model": directory or hub id of a checkpoint with the same tokenizer.
+        model: of "draft_model": directory, GGUF file or hub id of a checkpoint with the same tokenizer.
         revision: of `model`: hub revision.
         kv_cache_memory: of "draft_model": size of its own KV pool; requests without room in it have no drafts.
         num_speculative_tokens: maximum number of draft tokens of a sequence in one step; `None`:

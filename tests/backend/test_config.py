@@ -200,6 +200,7 @@ def test_names_and_spellings_of_vllm() -> None:
         ({"quantization": "awq_marlin"}, {"quantization": "awq"}),
         ({"quantization": "gptq_marlin"}, {"quantization": "gptq"}),
         ({"quantization": "bitsandbytes", "load_format": "bitsandbytes"}, {"quantization": "bitsandbytes"}),
+        ({"quantization": "gguf", "load_format": "gguf"}, {"quantization": "gguf"}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 2**30}),
         ({"max_num_seqs": "8", "gpu_memory_utilization": "0.5"}, {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}),
         ({"enforce_eager": "True", "trust_remote_code": "0"}, {"enforce_eager": True, "trust_remote_code": False}),

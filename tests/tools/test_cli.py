@@ -22,7 +22,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight_tools import cli, foreground, launcher
 from inflight_tools.installation import find_wheel
 from inflight_tools.processes import session_members
-from inflight_tools.repository import default_name, write_entry
+from inflight_tools.repository import default_name, resolve_model, write_entry
 
 needs_server = pytest.mark.skipif(find_wheel() is None, reason="nvidia-pytriton is not installed")
 
@@ -86,8 +86,9 @@ def test_wrong_usage_is_one_line_and_status_2(
         (["a/b", "--model", "a/c"], "'a/b' and --model 'a/c' both name a model: give one of them"),
         (["--model-repository", "nowhere"], "--model-repository nowhere: no such directory"),
         (["--model-repository", "."], "--model-repository .: no model there; `inflight init . --model"),
-        (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory"),
-        (["--model", "two words"], "model='two words': no such directory, and not a hub id"),
+        (["--model", "/no/such/dir"], "model='/no/such/dir': no such directory or file"),
+        (["--model", "two words"], "model='two words': no such directory or file, and not a hub id"),
+        (["--model", "missing.gguf"], "model='missing.gguf': no such file"),
         (["--model", "."], "no config.json in that directory"),
         (["--model", "a/b", "--max-num-seqs", "0"], "max_num_seqs=0: Expected `int` >= 1"),
         (["--model", "a/b", "--dtype", "int4"], "dtype='int4'"),
@@ -193,8 +194,23 @@ def test_default_name() -> None:
         ("/models/my model/", "my-model"),
         ("gpt2", "gpt2"),
         ("/", "model"),
+        ("/models/SmolLM2-135M.Q4_1.gguf", "SmolLM2-135M.Q4_1"),
     ]:
         assert default_name(model) == name
+
+
+def test_a_gguf_file_is_named_by_its_path_or_beside_the_entry(tmp_path: Path) -> None:
+    file = tmp_path / "models" / "tiny.gguf"
+    file.parent.mkdir()
+    file.touch()
+    assert resolve_model(str(file)) == str(file)
+    inside = write_entry(tmp_path / "models", "tiny", EngineConfig(model=str(file)))
+    assert json.loads((inside / "1" / "model.json").read_text()) == {"model": "../../tiny.gguf"}
+    assert EngineConfig.from_file(inside / "1" / "model.json").model == str(file)
+    outside = write_entry(tmp_path / "others", "tiny", EngineConfig(model=str(file)))
+    assert json.loads((outside / "1" / "model.json").read_text()) == {"model": str(file)}
+    with pytest.raises(ConfigError, match=rf"no config.json in that directory; .*, or the file itself: {file}"):
+        resolve_model(str(file.parent))
 
 
 def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def _options(
 @app.command(cls=ServeCommand)
 def serve(
     checkpoint: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Hugging Face hub id or checkpoint directory.")
+        str | None, typer.Argument(metavar="MODEL", help="Hugging Face hub id, checkpoint directory or GGUF file.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="The same as the argument MODEL.")] = None,
     name: _Name = None,
@@ -246,7 +246,7 @@ def serve(
 @app.command()
 def init(
     folder: Annotated[Path, typer.Argument(help="Model repository to write the entry into.")],
-    model: Annotated[str, typer.Option(help="Hugging Face hub id or checkpoint directory.")],
+    model: Annotated[str, typer.Option(help="Hugging Face hub id, checkpoint directory or GGUF file.")],
     name: _Name = None,
     set_: _Set = None,
 ) -> None:

@@ -25,6 +25,7 @@ __all__ = [
     "write_entry",
 ]
 
+_GGUF = ".gguf"
 CONFIG_PBTXT = """\
 # The backend completes inputs, outputs and the transaction policy when the model is loaded.
 backend: "inflight"
@@ -34,8 +35,8 @@ parameters { key: "REPORT_CUSTOM_METRICS" value { string_value: "true" } }
 
 
 def default_name(model: str) -> str:
-    """A Triton model name for a hub id or a directory: its last part, limited to `[A-Za-z0-9_.-]`."""
-    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name).strip("-.") or "model"
+    """A Triton model name for a hub id, a directory or a GGUF file: its last part, limited to `[A-Za-z0-9_.-]`."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", Path(model).name.removesuffix(_GGUF)).strip("-.") or "model"
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
@@ -54,18 +55,28 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def resolve_model(model: str) -> str:
-    """The absolute path of a checkpoint directory, or a hub id as it is.
+    """The absolute path of a checkpoint directory or a GGUF file, or a hub id as it is.
 
     Raises:
-        ConfigError: neither an existing directory nor a possible hub id, or a directory without a checkpoint.
+        ConfigError: neither existing nor a possible hub id, or a directory without a checkpoint.
     """
     path = Path(model).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"model={model!r}: no config.json in that directory; give a Hugging Face checkpoint")
+            file = min(path.glob(f"*{_GGUF}"), default=None)
+            other = "" if file is None else f", or the file itself: {file}"
+            raise ConfigError(
+                f"model={model!r}: no config.json in that directory; give a Hugging Face checkpoint{other}"
+            )
         return str(path.resolve())
+    if path.is_file():
+        return str(path.resolve())
+    if model.endswith(_GGUF):
+        raise ConfigError(f"model={model!r}: no such file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
-        raise ConfigError(f"model={model!r}: no such directory, and not a hub id such as Qwen/Qwen2.5-0.5B-Instruct")
+        raise ConfigError(
+            f"model={model!r}: no such directory or file, and not a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
+        )
     return model
 
 
@@ -83,7 +94,7 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
     """Write an entry that Triton loads as `name`; `model.json` lists what differs from the defaults.
 
     A checkpoint or tokenizer inside `folder` is written relative to `model.json`, so the repository can be
-    moved or mounted elsewhere; any other directory is written as an absolute path.
+    moved or mounted elsewhere; any other directory or file is written as an absolute path.
 
     Returns:
         The folder of the entry.
@@ -101,7 +112,7 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
         key: value for key, value in msgspec.to_builtins(config).items() if key == "model" or value != defaults[key]
     }
     for key in ("model", "tokenizer"):
-        if key in values and Path(values[key]).is_dir():
+        if key in values and Path(values[key]).exists():
             values[key] = _portable(Path(values[key]), folder, entry / "1")
     try:
         (entry / "1").mkdir(parents=True)

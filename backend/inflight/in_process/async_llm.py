@@ -29,7 +29,7 @@ class AsyncLLM:
     aborts its request.
 
     Args:
-        model: checkpoint directory or hub id.
+        model: checkpoint directory, GGUF file or hub id.
         options: any other key of `EngineConfig`.
 
     Raises:

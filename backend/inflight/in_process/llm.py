@@ -31,7 +31,7 @@ class LLM:
     that waits, and the engine stays usable.
 
     Args:
-        model: checkpoint directory or hub id.
+        model: checkpoint directory, GGUF file or hub id.
         options: any other key of `EngineConfig`, e.g. `dtype="float32"`, `max_num_seqs=8`.
 
     Raises:

@@ -88,7 +88,7 @@ class LocalEngine:
 
     Args:
         caller: for errors, such as "LLM()".
-        model: checkpoint directory or hub id.
+        model: checkpoint directory, GGUF file or hub id.
         options: other keys of `EngineConfig`.
 
     Attributes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from inflight.hub import snapshot
+from inflight.hub import gguf_file, snapshot
 
 __all__ = ["checkpoint_id"]
 
@@ -21,9 +21,9 @@ def checkpoint_id(source: str, revision: str | None = None) -> str | None:
     training changes every weight.
 
     Args:
-        source: checkpoint directory or hub id.
+        source: checkpoint directory, GGUF file or hub id.
     """
-    folder = snapshot(source, revision)
+    file, folder = gguf_file(source), snapshot(source, revision)
     if folder is None:
         return None
     digest = hashlib.sha256()
@@ -31,7 +31,8 @@ def checkpoint_id(source: str, revision: str | None = None) -> str | None:
         for path in (folder / name for name in _WHOLE):
             if path.is_file():
                 digest.update(f"{path.name} ".encode() + hashlib.sha256(path.read_bytes()).digest())
-        for path in sorted(path for pattern in _WEIGHTS for path in folder.glob(pattern)):
+        found = [path for pattern in _WEIGHTS for path in folder.glob(pattern)] if file is None else [file]
+        for path in sorted(found):
             _add_samples(digest, path)
     except OSError:
         return None

@@ -194,7 +194,7 @@ class Tokenizer:
     def load(
         cls, source: str, *, revision: str | None = None, trust_remote_code: bool = False, required: bool = True
     ) -> Tokenizer:
-        """Read the tokenizer of a checkpoint directory or hub id.
+        """Read the tokenizer of a checkpoint directory, GGUF file or hub id.
 
         Args:
             required: there must be one; if not required, a missing one is replaced by one for token ids only.

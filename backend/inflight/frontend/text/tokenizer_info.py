@@ -19,7 +19,7 @@ def tokenizer_info(source: str, revision: str | None, chat_template: str | None)
     """The settings that concern texts and tokens, with the chat template that renders requests.
 
     Args:
-        source: checkpoint directory or hub id.
+        source: checkpoint directory, GGUF file or hub id.
         chat_template: Jinja source, or None.
 
     Raises:

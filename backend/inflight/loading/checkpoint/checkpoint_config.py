@@ -9,7 +9,7 @@ from torch import nn
 from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.hub import CheckpointFileError, checkpoint_file
+from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file, snapshot
 from inflight.loading.load_errors import LoadError, in_one_line
 
 __all__ = ["dtype_of", "eos_token_ids", "max_model_len", "read_config"]
@@ -23,12 +23,11 @@ def read_config(config: EngineConfig) -> Any:
     """
     try:
         checkpoint_file(config.model, "config.json", config.revision)  # says in seconds that the hub does not answer
+        source = config.model if gguf_file(config.model) is None else str(snapshot(config.model))
     except CheckpointFileError as error:
         raise LoadError(str(error)) from None
     try:
-        return AutoConfig.from_pretrained(
-            config.model, revision=config.revision, trust_remote_code=config.trust_remote_code
-        )
+        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         raise LoadError(f"model={config.model!r} is not a readable checkpoint: {in_one_line(error)}") from error
 

@@ -18,6 +18,7 @@ from inflight.config import STORED, ConfigError, EngineConfig
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.compressed_format import has_integers
 from inflight.loading.checkpoint.fp8_checkpoint import METHODS, load_fp8
+from inflight.loading.checkpoint.gguf_checkpoint import load_gguf
 from inflight.loading.checkpoint.mxfp4_checkpoint import load_mxfp4
 from inflight.loading.checkpoint.stored_checkpoint import FORMATS, load_stored
 from inflight.loading.checkpoint.weights import dummy_weights, pretrained
@@ -46,6 +47,7 @@ def _load_compressed(config: EngineConfig, hf_config: Any, dtype: torch.dtype, d
 
 _COMPRESSED = "compressed-tensors"
 LOADERS: dict[str, Loader] = {
+    "gguf": load_gguf,
     "mxfp4": load_mxfp4,
     **dict.fromkeys(METHODS, load_fp8),
     **{method: partial(load_stored, method) for method in FORMATS},

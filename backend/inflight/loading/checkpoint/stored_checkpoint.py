@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
@@ -34,7 +34,7 @@ from inflight.loading.quantization.packing import Format, Header
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.quantization.stored_linear import StoredLinear, layer_of
 
-__all__ = ["FORMATS", "load_stored"]
+__all__ = ["FORMATS", "load_codes", "load_stored", "without_quantization"]
 
 _log = logging.getLogger(__name__)
 
@@ -64,26 +64,60 @@ def load_stored(
         stored_as = FORMATS[method](values)
     except LoadError as error:
         raise LoadError(f"{where}: {error}; {_WAY_OUT}") from error
-    plain = copy.deepcopy(hf_config)
-    for part in (plain, plain.get_text_config(decoder=True)):
-        if hasattr(part, "quantization_config"):
-            del part.quantization_config
+    return load_codes(method, config, hf_config, dtype, device, stored_as)
+
+
+def load_codes(
+    method: str,
+    config: EngineConfig,
+    hf_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    stored_as: Format,
+    state: Mapping[str, Tensor] | None = None,
+) -> nn.Module:
+    """The model on `device`.
+
+    Args:
+        method: for the log.
+        state: all tensors by name, instead of those of the checkpoint's files.
+
+    Raises:
+        LoadError: its files contain something that is not supported, or damaged, by name.
+    """
     plainly = msgspec.structs.replace(config, quantization=None)
-    asked = _AsStored(stored_as)
-    model = pretrained(plainly, plain, dtype, torch.device("cpu"), stored_as.elsewhere, quantization_config=asked)
+    asked = _AsStored(stored_as, None if state is None else {name: _header(tensor) for name, tensor in state.items()})
+    options = {} if state is None else {"state_dict": state}
+    plain = without_quantization(hf_config)
+    model = pretrained(
+        plainly, plain, dtype, torch.device("cpu"), stored_as.elsewhere, quantization_config=asked, **options
+    )
     kept = None
     if stays_in_codes(config.quantization, device, dtype):
         kept = Int4Codes(dtype, device, config.check_on_load)
     try:
         dequantised = _place(model, TensorFiles(config.model, config.revision), dtype, kept)
     except LoadError as error:
-        raise LoadError(f"{where}: {error}") from error
+        raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {error}") from error
     if kept is not None and kept.count:
         _log.info("%d linear layers of %s stay in the four bits of %s", kept.count, config.model, method)
     if dequantised:
         name = str(dtype).removeprefix("torch.")
         _log.info("the %s weights of %d layers of %s are dequantised to %s", method, dequantised, config.model, name)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
+
+
+def without_quantization(hf_config: Any) -> Any:
+    """The configuration of the same model with plain weights."""
+    plain = copy.deepcopy(hf_config)
+    for part in (plain, plain.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return plain
+
+
+def _header(tensor: Tensor) -> Header:
+    return Header("U8" if tensor.dtype == torch.uint8 else str(tensor.dtype), tuple(tensor.shape))
 
 
 def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4Codes | None) -> int:
@@ -109,9 +143,13 @@ def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4C
 class _AsStored(QuantizationConfigMixin):
     """Asks transformers for layers as they are stored."""
 
-    def __init__(self, stored_as: Format) -> None:
+    def __init__(self, stored_as: Format, headers: dict[str, Header] | None) -> None:
+        """
+        Args:
+            headers: of all tensors, if they are in no files of transformers'.
+        """
         self.quant_method = _METHOD  # type: ignore[assignment]
-        self.stored_as = stored_as
+        self.stored_as, self.headers = stored_as, headers
 
     def to_dict(self) -> dict[str, Any]:
         return {"quant_method": _METHOD}
@@ -125,7 +163,7 @@ class _KeepsCodes(HfQuantizer):
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> nn.Module:
         stored_as = self.quantization_config.stored_as
-        headers: dict[str, Header] = {}
+        headers = dict(self.quantization_config.headers or {})
         for file in map(Path, checkpoint_files or []):
             if file.suffix != ".safetensors":
                 raise LoadError(f"{file.name} is not in the format of safetensors, which codes must be; convert it")

