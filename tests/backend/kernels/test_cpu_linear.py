@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from inflight.kernel_config import KernelConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.weight_format import INT8, MAX_INT8_INPUTS
-from inflight.loading.forward.acceleration import CannotQuantize, accelerate
-from inflight.loading.quantization.int8 import Int8
+from inflight.kernels.cpu.weight_format import INT8
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -141,27 +140,50 @@ def test_unsupported_weights_are_rejected_by_name(weight: Tensor, reason: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
 def test_int8_rounds_weights_and_inputs_to_nearest(isa: str, dtype: torch.dtype, gated: bool) -> None:
-    weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
-    bias = random(75, dtype=dtype, seed=3)
-    packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=INT8)
-    for rows in (1, 7, 40):
-        x = 3 * random(rows, 68, dtype=dtype, seed=rows)
-        parts = [F.linear(quantized(x), quantized(weight)) for weight in weights]
-        parts[0] += bias.double()
-        expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
-        assert_close(linear(x, packed), expected)
+    """Whole groups of inputs, part of one, and one with a single step; an outlier costs the precision of its group."""
+    for size in (64, 68, 192, 36):
+        weights = [random(75, size, dtype=dtype, seed=seed) for seed in (1, 2)]
+        bias = random(75, dtype=dtype, seed=3)
+        packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=INT8)
+        for rows in (1, 7, 40):
+            x = 3 * random(rows, size, dtype=dtype, seed=rows)
+            x[:, 5] *= 10
+            parts = [F.linear(quantized(x, 64), quantized(weight, size)) for weight in weights]
+            parts[0] += bias.double()
+            expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
+            assert_close(linear(x, packed), expected)
 
 
-def quantized(rows: Tensor) -> Tensor:
-    """The rows rounded to 127 levels on either side of zero, as float64."""
-    scale = (rows.float().abs().amax(1, keepdim=True) / 127).double()
-    return (rows.double() / scale).round() * scale
+def quantized(rows: Tensor, group: int) -> Tensor:
+    """The rows rounded to 127 levels on either side of zero, with a scale per group of elements, as float64."""
+    parts = []
+    for part in rows.split(group, dim=1):
+        scale = (part.float().abs().amax(1, keepdim=True) / 127).double()
+        parts.append((part.double() / scale).round() * scale)
+    return torch.cat(parts, dim=1)
+
+
+@given(case=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_products_of_codes_are_sums_of_exact_integers(isa: str, case: st.DataObject) -> None:
+    """Inputs and weights that eight bits hold exactly, up to the largest bytes."""
+    size, outputs, rows = case.draw(st.integers(1, 80)) * 4, case.draw(st.integers(1, 70)), case.draw(st.integers(1, 30))
+    generator = torch.Generator().manual_seed(case.draw(st.integers(0, 2**16)))
+    largest = torch.tensor([-127.0, 127.0])
+    x, weight = (torch.randint(-127, 128, (n, size), generator=generator).float() for n in (rows, outputs))
+    if case.draw(st.booleans()):
+        x, weight = (largest[torch.randint(0, 2, tensor.shape, generator=generator)] for tensor in (x, weight))
+    x[:, ::4], weight[:, :1] = 127.0, -127.0
+    scales = 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+    assert torch.equal(linear(x * scales, PackedWeight([weight], stored_as=INT8)), x @ weight.T * scales)
 
 
 def test_a_row_is_bitwise_independent_of_other_rows_in_int8(isa: str) -> None:
-    packed = PackedWeight([random(50, 64, dtype=torch.float32)], stored_as=INT8)
-    x = random(40, 64, dtype=torch.float32, seed=1)
-    assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
+    packed = PackedWeight([random(50, 132, dtype=torch.float32)], stored_as=INT8)
+    x = random(200, 132, dtype=torch.float32, seed=1)
+    whole = linear(x, packed)
+    for first, last in [(9, 10), (0, 3), (150, 167), (100, 200)]:
+        assert torch.equal(linear(x[first:last], packed), whole[first:last])
 
 
 def test_rows_of_zeros_stay_zero_in_int8() -> None:
@@ -197,20 +219,17 @@ def test_a_weight_that_is_nan_stays_so_in_int8(isa: str) -> None:
     assert result.isnan().sum(0).tolist() == [0, 0, 3, 0, 0]
 
 
-def test_the_longest_int8_products_do_not_overflow(isa: str) -> None:
-    """All bytes are 127 or -127, so that the sums are as large as they get."""
-    size = MAX_INT8_INPUTS // 4 * 4
-    assert size * 127**2 < 2**31 <= (size + 4) * 127**2
+def test_long_int8_products_do_not_overflow(isa: str) -> None:
+    """Sums of integers are as long as a group of inputs, whatever the size of the layer."""
+    size = 2**18
     weight = torch.ones(2, size)
     weight[1] = -1.0
     result = linear(torch.stack([torch.ones(size), -torch.ones(size)]), PackedWeight([weight], stored_as=INT8))
     assert torch.allclose(result, torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * size, rtol=1e-6)
 
 
-def test_longer_int8_products_are_refused_by_name() -> None:
-    size = MAX_INT8_INPUTS + 4
-    with pytest.raises(ValueError, match=f"{size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        PackedWeight([torch.zeros(1, size)], stored_as=INT8)
-    model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
-    with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        accelerate(model, torch.device("cpu"), lambda forward: True, 256, Int8(), KernelConfig())
+def test_numbers_too_small_to_quantize_are_zero(isa: str) -> None:
+    packed = PackedWeight([torch.ones(1, 128)], stored_as=INT8)
+    x = torch.full((3, 128), 1e-38)
+    x[1, :64], x[2] = 1.0, 0.0
+    assert linear(x, packed).flatten().tolist() == pytest.approx([0.0, 64.0, 0.0], abs=1e-30)

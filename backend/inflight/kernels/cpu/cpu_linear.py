@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
-from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
+from inflight.kernels.cpu.weight_format import PLAIN, Codes, WeightFormat
 
 __all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
 
@@ -22,7 +22,6 @@ class LinearStruct(ctypes.Structure):
         ("panels", c_void_p),
         ("bias", c_void_p),
         ("scales", c_void_p),
-        ("offsets", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("dtype", c_int32),
@@ -56,7 +55,7 @@ class PackedWeight:
         address: of `struct`.
 
     Raises:
-        ValueError: see `unsupported_weight` and `WeightFormat.unsupported`.
+        ValueError: see `unsupported_weight`.
     """
 
     def __init__(
@@ -75,15 +74,12 @@ class PackedWeight:
         self.in_features = weights[0].shape[1]
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
-        if (why := stored_as.unsupported(self.in_features)) is not None:
-            raise ValueError(f"cannot pack {why}")
         self.bias = _merged_bias(biases, self.sizes)
         codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
-        self.scales, self.offsets = codes.scales, codes.offsets
+        self.scales = codes.scales
         self.struct = LinearStruct(
             bias=address_of(self.bias),
             scales=address_of(self.scales),
-            offsets=address_of(self.offsets),
             in_features=self.in_features,
             out_features=self.out_features,
             dtype=DTYPE_CODES[codes.values.dtype],
@@ -99,8 +95,7 @@ class PackedWeight:
         """The weights as they were given, or as their codes say."""
         plain = torch.empty(self.out_features, self.in_features, dtype=self.panels.dtype)
         library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
-        if self.scales is not None:
-            plain = (plain * self.scales[:, None]).to(self.dtype)
+        plain = Codes(plain, self.scales).dequantize().to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
 
 

@@ -8,9 +8,9 @@
 // Each element of a product is summed over the input features in order, in a single accumulator,
 // regardless of the number of rows: a token's result is bitwise independent of its batch.
 //
-// Weights can be int8: symmetric, with one scale per output feature.  Activations are then quantized on
-// the fly, with one scale per row, to unsigned bytes biased by 128, so that a single instruction multiplies
-// and adds unsigned by signed bytes.  The bias's contribution is known in advance (`offsets`).
+// Weights can be codes: unsigned integers, with scales.  Inputs are then quantized on the fly to signed bytes, with one
+// scale per row and group of kInputGroup inputs: a single outlier, which the inputs of trained models have, costs the precision
+// of its group only.  One instruction multiplies and adds signed by unsigned bytes.
 #pragma once
 
 #include "cpu_attention.h"
@@ -18,27 +18,32 @@
 namespace inflight {
 
 constexpr int kPanel = 32;
+constexpr int kInputGroup = 64;  // inputs of a row that share a scale; the last group can be shorter
 
 // A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
-// for int8, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
+// for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
+//
+// Codes (dtype kCodes8) are the integers of a symmetric quantization plus 128.
 //
 // A gated layer consists of two of half the size: a panel has kPanel / 2 features of the gate, then the same
 // features of the other operand, and the result is silu(gate) * other, [out_features / 2].
 struct Linear {
   const char* panels;
-  const float* bias;       // [out_features], or null
-  const float* scales;     // int8: [out_features]
-  const int32_t* offsets;  // int8: [out_features], 128 times the sum of a feature's weights
+  const float* bias;    // [out_features], or null
+  const float* scales;  // codes: [out_features]
   int64_t in_features;
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
 
-  int64_t depth() const { return dtype == kInt8 ? 4 : dtype == kBfloat16 ? 2 : 1; }
+  bool has_codes() const { return dtype == kCodes8; }
+  int64_t depth() const { return has_codes() ? 4 : dtype == kBfloat16 ? 2 : 1; }
+  int64_t steps() const { return in_features / depth(); }
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
   int64_t panel_bytes() const { return in_features * kPanel * element_size(dtype); }
+  int64_t num_groups() const { return (in_features + kInputGroup - 1) / kInputGroup; }
 };
 
 // Destination of a product: rows of activations, rows of float32, or added to rows of float32.
@@ -52,11 +57,21 @@ struct Result {
   int32_t dtype;   // of activations
 };
 
+// Rows of activations, or of bytes with their scales.
 struct Matrix {
-  const char* data;     // activations or quantized bytes
-  int64_t stride;       // elements between rows
+  const char* data;
+  int64_t stride;  // elements between rows
   int64_t rows;
-  const float* scales;  // bytes: one per row
+  const float* scales = nullptr;    // bytes: [groups][rows]
+  const int32_t* starts = nullptr;  // bytes: [groups][rows], -128 times the sum of a group's bytes
+};
+
+// Where rows of quantized inputs go.
+struct Quantized {
+  int8_t* bytes;    // contiguous rows
+  float* scales;    // of a row's groups, `pitch` elements apart; likewise
+  int32_t* starts;
+  int64_t pitch;
 };
 
 // One layer of the decoder: norm, attention with merged projections, norm, gated MLP.
@@ -75,7 +90,7 @@ struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
   const char* embedding;  // [vocabulary, hidden_size]
-  int32_t dtype;          // of the embedding and of all weights that are not int8
+  int32_t dtype;          // of the embedding and of all weights that are not codes
   int32_t rotary_size;    // elements of a head that are rotated
   const float* inverse_frequencies;  // [rotary_size / 2]
   const float* final_norm;
@@ -99,8 +114,8 @@ struct OpsKernels {
   int32_t (*activation_dtype)(int32_t weight_dtype);
   // Compute panels first .. last of the product, for all rows.
   void (*multiply)(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result);
-  // Quantize rows of activations to bytes; both are contiguous.
-  void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales);
+  // Quantize contiguous rows of activations.
+  void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out);
   // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
   // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.

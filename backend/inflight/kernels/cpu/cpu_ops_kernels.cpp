@@ -1,8 +1,8 @@
 // The decoder's arithmetic.  Compiled once per instruction set; see cpu_attention_kernels.cpp.
 #include <cmath>
 
+#include "cpu_codes.h"
 #include "cpu_layout.h"
-#include "cpu_gemm.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -20,7 +20,7 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
   switch (linear.dtype) {
     case kFloat32: return multiply_panels<Float32>(linear, x, first, last, result);
     case kFloat16: return multiply_panels<Float16>(linear, x, first, last, result);
-    case kInt8: return multiply_panels<Bytes>(linear, x, first, last, result);
+    case kCodes8: return multiply_code_panels<Bytes>(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
       return multiply_panels<Bfloat16Dot>(linear, x, first, last, result);
@@ -39,39 +39,59 @@ INFLIGHT_INLINE Vec load_row(const uint16_t* from, int64_t count) {
 }
 #endif
 
-INFLIGHT_INLINE void store_bytes(uint8_t* to, UintVec x, int64_t count) {
+INFLIGHT_INLINE void store_bytes(int8_t* to, UintVec x, int64_t count) {
 #if defined(__AVX512F__)
   if (count >= kLanes) {
     return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
   }
 #endif
-  for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = uint8_t(x[i]);
+  for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = int8_t(x[i]);
 }
 
-// A row with an element that is not finite gets the scale NaN, and so do all that is computed from it.
+INFLIGHT_INLINE uint32_t reduce_sum(UintVec x) {
+#if defined(__AVX512F__)
+  return uint32_t(_mm512_reduce_add_epi32((__m512i)x));
+#else
+  uint32_t result = x[0];
+  for (int i = 1; i < kLanes; ++i) result += x[i];
+  return result;
+#endif
+}
+
+// A group with an element that is not finite gets the scale NaN, and so do all results of its row.
 template <class Elem>
-void quantize_rows(const Elem* x, int64_t rows, int64_t size, uint8_t* out, float* scales) {
-  for (int64_t row = 0; row < rows; ++row, x += size, out += size) {
-    UintVec peaks = {};
-    for (int64_t i = 0; i < size; i += kLanes) peaks = maximum_bits(peaks, load_row(x + i, size - i));
-    const float peak = reduce_max_bits(peaks);
-    const bool finite = peak < INFINITY;
-    scales[row] = finite ? peak / 127.0f : NAN;
-    const Vec inverse = splat(finite && peak > 0 ? 127.0f / peak : 0.0f);
-    for (int64_t i = 0; i < size; i += kLanes) {
-      // The sum's low bits are the number rounded to an integer, plus 128.
-      const Vec shifted = load_row(x + i, size - i) * inverse + (12582912.0f + 128.0f);
-      store_bytes(out + i, (UintVec)shifted, size - i);
+void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
+  constexpr float kTiny = 1e-30f;  // smaller numbers are zero: their scale's inverse could overflow
+  for (int64_t row = 0; row < rows; ++row) {
+    float* scale = out.scales + row;
+    int32_t* start = out.starts + row;
+    for (int64_t first = 0; first < size; first += kInputGroup, scale += out.pitch, start += out.pitch) {
+      const int64_t count = size - first < kInputGroup ? size - first : kInputGroup;
+      const Elem* from = x + row * size + first;
+      int8_t* to = out.bytes + row * size + first;
+      UintVec peaks = {};
+      for (int64_t i = 0; i < count; i += kLanes) peaks = maximum_bits(peaks, load_row(from + i, count - i));
+      const float peak = reduce_max_bits(peaks);
+      *scale = peak < INFINITY ? peak / 127.0f : NAN;
+      const Vec inverse = splat(peak > kTiny && peak < INFINITY ? 127.0f / peak : 0.0f);
+      UintVec sums = {};
+      for (int64_t i = 0; i < count; i += kLanes) {
+        // The sum's low bits are the number rounded to an integer.
+        const UintVec shifted = (UintVec)(load_row(from + i, count - i) * inverse + 12582912.0f);
+        store_bytes(to + i, shifted, count - i);
+        sums += shifted - 0x4b400000u;
+      }
+      *start = int32_t(-128u * reduce_sum(sums));
     }
   }
 }
 
-void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales) {
+void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out) {
 #if defined(__AVX512BF16__)
-  if (dtype == kBfloat16) return quantize_rows(reinterpret_cast<const uint16_t*>(x), rows, size, out, scales);
+  if (dtype == kBfloat16) return quantize_rows(reinterpret_cast<const uint16_t*>(x), rows, size, out);
 #endif
   (void)dtype;
-  quantize_rows(reinterpret_cast<const float*>(x), rows, size, out, scales);
+  quantize_rows(reinterpret_cast<const float*>(x), rows, size, out);
 }
 
 // Summed in a fixed order: per lane, then across lanes.
