@@ -54,32 +54,94 @@ struct Dot {
 #endif
 };
 
-// How one step of a panel holds the codes of its features.
-struct Bytes {
+typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
+
+INFLIGHT_INLINE Vec load_unsigned(const char* from) {
+  ByteVec bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+  return __builtin_convertvector(bytes, Vec);
+}
+
+// A panel's part of the scales that features have for all groups.
+struct PanelScales {
+  alignas(64) float scales[kPanel];
+  alignas(64) float mins[kPanel];
+};
+
+// Formats.  A panel is a sequence of groups, each a header and steps.
+//   kGroup        inputs in a group
+//   kHeaderBytes  what the constructor reads
+//   kStepBytes    what `read` turns into codes, four inputs of each feature
+//   kBiased       codes are integers plus 128, whose contribution a row's sums start with
+//   add           a vector of a row's sums, times the row's scale, to its results; `shift` is the sum of the row's inputs
+
+// Eight bits.  The features' scales are applied in the end.
+struct Codes8 {
+  static constexpr int kGroup = kInputGroup;
+  static constexpr int kHeaderBytes = 0;
   static constexpr int kStepBytes = kPanel * 4;
+  static constexpr bool kBiased = true;
+  INFLIGHT_INLINE Codes8(const char*, const PanelScales&) {}
   static INFLIGHT_INLINE void read(const char* from, IntVec* codes) {
 #pragma GCC unroll 8
     for (int n = 0; n < kPanelVectors; ++n) codes[n] = load_bits(from + n * kLanes * 4);
   }
+  INFLIGHT_INLINE Vec add(Vec result, IntVec sums, int, float scale, float) const {
+    return __builtin_convertvector(sums, Vec) * scale + result;
+  }
 };
 
-// tile [kRows][kPanel] = rows of quantized inputs x one panel, without the features' scales.
+// Four bits.  Byte i of a step: input i % 4 of the features i / 4 (low half) and kPanel / 2 + i / 4 (high half).  The
+// header: for each feature a byte times its scale, then a byte times its minimum, which is subtracted.
+struct Codes4 {
+  static constexpr int kGroup = kInputGroup4;
+  static constexpr int kHeaderBytes = 2 * kPanel;
+  static constexpr int kStepBytes = kPanel * 2;
+  static constexpr bool kBiased = false;
+  INFLIGHT_INLINE Codes4(const char* header, const PanelScales& panel) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors; ++n) {
+      scales[n] = load_unsigned(header + n * kLanes) * load(panel.scales + n * kLanes);
+      mins[n] = load_unsigned(header + kPanel + n * kLanes) * load(panel.mins + n * kLanes);
+    }
+  }
+  static INFLIGHT_INLINE void read(const char* from, IntVec* codes) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors / 2; ++n) {
+      const IntVec pairs = load_bits(from + n * kLanes * 4);
+      codes[n] = pairs & 0x0f0f0f0f;
+      codes[kPanelVectors / 2 + n] = (pairs >> 4) & 0x0f0f0f0f;
+    }
+  }
+  INFLIGHT_INLINE Vec add(Vec result, IntVec sums, int n, float scale, float shift) const {
+    result = (__builtin_convertvector(sums, Vec) * scale) * scales[n] + result;
+    return result - mins[n] * shift;
+  }
+  Vec scales[kPanelVectors], mins[kPanelVectors];
+};
+
+// Sums and results take twelve registers each; AVX2 and the portable build: six and eight.
+constexpr int kMaxCodeRows = kLanes == 16 ? 6 : 1;
+
+// tile [kRows][kPanel] = rows of quantized inputs x one panel.
 template <class Codes, int kRows>
-void multiply_codes(const Linear& linear, const Matrix& x, int64_t row, const char* panel, Prefetch ahead, float* tile) {
+void multiply_codes(const Linear& linear, const Matrix& x, int64_t row, const char* panel, const PanelScales& panel_scales,
+                    Prefetch ahead, float* tile) {
   constexpr int kBases = (kRows + 2) / 3;  // see multiply_block
+  constexpr int64_t kSteps = Codes::kGroup / 4;
   const auto* a = reinterpret_cast<const int8_t*>(x.data) + row * x.stride;
   const int8_t* bases[kBases];
   for (int i = 0; i < kBases; ++i) bases[i] = a + 3 * i * x.stride;
-  const float* scales = x.scales + row;
-  const int32_t* starts = x.starts + row;
-  for (int i = 0; i < kRows * kPanel; i += kLanes) store(tile + i, Vec{});
-  constexpr int64_t kSteps = kInputGroup / 4;
-  for (int64_t steps = linear.steps(); steps > 0; steps -= kSteps) {
+  const GroupSums* groups = x.groups + row;
+  Vec results[kRows][kPanelVectors] = {};
+  for (int64_t steps = linear.steps(); steps > 0; steps -= kSteps, groups += x.rows) {
+    const Codes format(panel, panel_scales);
+    panel += Codes::kHeaderBytes;
     IntVec sums[kRows][kPanelVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits(starts[m]);
+      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits(Codes::kBiased ? groups[m].start : 0);
     }
     const int64_t count = steps < kSteps ? steps : kSteps;
     for (int64_t step = 0; step < count; ++step) {
@@ -105,46 +167,54 @@ void multiply_codes(const Linear& linear, const Matrix& x, int64_t row, const ch
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
       for (int n = 0; n < kPanelVectors; ++n) {
-        float* at = tile + m * kPanel + n * kLanes;
-        store(at, __builtin_convertvector(sums[m][n], Vec) * scales[m] + load(at));
+        results[m][n] = format.add(results[m][n], sums[m][n], n, groups[m].scale, groups[m].shift);
       }
     }
-    scales += x.rows;
-    starts += x.rows;
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors; ++n) store(tile + m * kPanel + n * kLanes, results[m][n]);
   }
 }
 
 template <class Codes, int kRows>
 INFLIGHT_INLINE void multiply_codes_of(int rows, const Linear& linear, const Matrix& x, int64_t row, const char* panel,
-                                       Prefetch ahead, float* tile) {
+                                       const PanelScales& panel_scales, Prefetch ahead, float* tile) {
   if (rows == kRows) {
-    multiply_codes<Codes, kRows>(linear, x, row, panel, ahead, tile);
+    multiply_codes<Codes, kRows>(linear, x, row, panel, panel_scales, ahead, tile);
   } else if constexpr (kRows > 1) {
-    multiply_codes_of<Codes, kRows - 1>(rows, linear, x, row, panel, ahead, tile);
+    multiply_codes_of<Codes, kRows - 1>(rows, linear, x, row, panel, panel_scales, ahead, tile);
   }
 }
 
-// Multiply a block's sums by the scales of its features.
-inline void scale_block(const Linear& linear, const Block& block) {
+// The features of a panel's columns; zeros in its padding.
+inline void take_panel(const Linear& linear, const float* of_features, int64_t panel, float* to) {
   const int64_t width = linear.panel_results();
-  for (int half = 0; half < kPanel / width; ++half) {
-    const int64_t first = block.panel * width;
-    const float* scales = linear.scales + half * linear.num_results() + first;
-    for (int64_t i = 0; i < width && first + i < linear.num_results(); i += kLanes) {
-      const Vec scale = load_some(scales + i, linear.num_results() - first - i);
-      for (int m = 0; m < block.rows; ++m) {
-        float* at = block.tile + m * kPanel + half * width + i;
-        store(at, load(at) * scale);
-      }
-    }
+  for (int64_t column = 0; column < kPanel; ++column) {
+    const int64_t result = panel * width + column % width;
+    to[column] = result < linear.num_results() ? of_features[column / width * linear.num_results() + result] : 0.0f;
   }
 }
 
 template <class Codes>
 void multiply_code_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
-  each_block(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
-    multiply_codes_of<Codes, kMaxRows>(block.rows, linear, x, block.row, data, ahead, block.tile);
-    scale_block(linear, block);
+  PanelScales scales;
+  int64_t panel = -1;
+  each_block<kMaxCodeRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
+    if (block.panel != panel) {
+      panel = block.panel;
+      take_panel(linear, linear.scales, panel, scales.scales);
+      if (Codes::kHeaderBytes > 0) take_panel(linear, linear.mins, panel, scales.mins);
+    }
+    multiply_codes_of<Codes, kMaxCodeRows>(block.rows, linear, x, block.row, data, scales, ahead, block.tile);
+    if (Codes::kHeaderBytes > 0) return;
+    for (int m = 0; m < block.rows; ++m) {
+      for (int i = 0; i < kPanel; i += kLanes) {
+        float* at = block.tile + m * kPanel + i;
+        store(at, load(at) * load(scales.scales + i));
+      }
+    }
   });
 }
 

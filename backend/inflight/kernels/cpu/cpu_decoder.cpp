@@ -35,7 +35,7 @@ void each(Team* team, int64_t count, Function function) {
 struct Scratch {
   char* normed;  // [rows, hidden_size] activations
   char* middle;  // [rows, results of gate_up] activations
-  char* bytes;   // the operand of weights in codes: rows of bytes, then scales and starts
+  char* bytes;   // the operand of weights in codes: rows of bytes, then their groups
   bool alone;    // normed and bytes are per thread, with the same contents on all
 };
 
@@ -43,21 +43,19 @@ void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, 
   if (linear.has_codes()) {
     const int64_t size = linear.in_features, element = element_size(result.dtype);
     auto* bytes = reinterpret_cast<int8_t*>(scratch.bytes);
-    auto* scales = reinterpret_cast<float*>(scratch.bytes + padded(x.rows * size, 64));
-    auto* starts = reinterpret_cast<int32_t*>(scales + x.rows * linear.num_groups());
+    auto* groups = reinterpret_cast<GroupSums*>(scratch.bytes + padded(x.rows * size, 64));
     each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
-      const Quantized to = {bytes + first * size, scales + first, starts + first, x.rows};
+      const Quantized to = {bytes + first * size, groups + first, x.rows, linear.group()};
       ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size, to);
     });
-    x = {scratch.bytes, size, x.rows, scales, starts};
+    x = {scratch.bytes, size, x.rows, groups};
   }
   each(team, linear.num_panels(),
        [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
 }
 
 int64_t quantized_bytes(int64_t rows, int64_t size) {
-  const int64_t groups = (size + kInputGroup - 1) / kInputGroup;
-  return padded(rows * size, 64) + rows * groups * int64_t(sizeof(float) + sizeof(int32_t));
+  return padded(rows * size, 64) + rows * ((size + kInputGroup4 - 1) / kInputGroup4) * int64_t(sizeof(GroupSums));
 }
 
 class Arena {

@@ -142,12 +142,12 @@ INFLIGHT_INLINE Prefetch next_panel(const char* data, int64_t bytes, int64_t ste
   return {data, 0};
 }
 
-// Compute panels first .. last, block after block: `multiply(row, rows, data, block, blocks, panel, tile)` fills the tile.
-template <class Function>
+// Compute panels first .. last in blocks of up to kRows rows: `multiply(block, data, ahead)` fills the block's tile.
+template <int kRows, class Function>
 INFLIGHT_INLINE void each_block(const Linear& linear, int64_t rows, int64_t first, int64_t last, const Result& result,
                                 Function multiply) {
-  alignas(64) float tile[kMaxRows * kPanel];
-  const int64_t bytes = linear.panel_bytes(), blocks = (rows + kMaxRows - 1) / kMaxRows;
+  alignas(64) float tile[kRows * kPanel];
+  const int64_t bytes = linear.panel_bytes(), blocks = (rows + kRows - 1) / kRows;
   for (int64_t panel = first; panel < last; ++panel) {
     const char* data = linear.panels + panel * bytes;
     for (int64_t i = 0; i < blocks; ++i) {
@@ -162,7 +162,7 @@ INFLIGHT_INLINE void each_block(const Linear& linear, int64_t rows, int64_t firs
 template <class Op>
 void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
   const auto* a = reinterpret_cast<const typename Op::Elem*>(x.data);
-  each_block(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
+  each_block<kMaxRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
     const auto* from = a + block.row * x.stride;
     multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, linear.steps(), ahead, block.tile);
   });

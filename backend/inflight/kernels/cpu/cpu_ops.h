@@ -18,12 +18,17 @@
 namespace inflight {
 
 constexpr int kPanel = 32;
-constexpr int kInputGroup = 64;  // inputs of a row that share a scale; the last group can be shorter
+// Inputs of a row that share a scale, by the bits of the weights' codes.  The last group can be shorter with eight.
+constexpr int kInputGroup = 64;
+constexpr int kInputGroup4 = 32;
 
 // A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
 // for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
 //
-// Codes (dtype kCodes8) are the integers of a symmetric quantization plus 128.
+// Codes of eight bits (dtype kCodes8) are the integers of a symmetric quantization plus 128, with a scale per feature.
+// Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kInputGroup4 inputs, which divides
+// in_features: code * scale - minimum, each a byte times a number of the feature.  A panel has the bytes of each group in
+// front of its codes (cpu_codes.h).
 //
 // A gated layer consists of two of half the size: a panel has kPanel / 2 features of the gate, then the same
 // features of the other operand, and the result is silu(gate) * other, [out_features / 2].
@@ -31,19 +36,24 @@ struct Linear {
   const char* panels;
   const float* bias;    // [out_features], or null
   const float* scales;  // codes: [out_features]
+  const float* mins;    // codes of four bits: [out_features]
   int64_t in_features;
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
 
-  bool has_codes() const { return dtype == kCodes8; }
+  bool has_codes() const { return dtype == kCodes8 || dtype == kCodes4; }
   int64_t depth() const { return has_codes() ? 4 : dtype == kBfloat16 ? 2 : 1; }
   int64_t steps() const { return in_features / depth(); }
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
-  int64_t panel_bytes() const { return in_features * kPanel * element_size(dtype); }
-  int64_t num_groups() const { return (in_features + kInputGroup - 1) / kInputGroup; }
+  int64_t group() const { return dtype == kCodes4 ? kInputGroup4 : kInputGroup; }
+  int64_t num_groups() const { return (in_features + group() - 1) / group(); }
+  int64_t panel_bytes() const {
+    if (dtype == kCodes4) return num_groups() * kPanel * (2 + kInputGroup4 / 2);
+    return in_features * kPanel * element_size(dtype);
+  }
 };
 
 // Destination of a product: rows of activations, rows of float32, or added to rows of float32.
@@ -57,21 +67,27 @@ struct Result {
   int32_t dtype;   // of activations
 };
 
-// Rows of activations, or of bytes with their scales.
+// A group of a row's inputs, quantized to bytes: each is a byte times `scale`.
+struct GroupSums {
+  float scale;
+  float shift;    // sum of the inputs, as quantized
+  int32_t start;  // -128 times the sum of the bytes
+};
+
+// Rows of activations, or of bytes.
 struct Matrix {
   const char* data;
   int64_t stride;  // elements between rows
   int64_t rows;
-  const float* scales = nullptr;    // bytes: [groups][rows]
-  const int32_t* starts = nullptr;  // bytes: [groups][rows], -128 times the sum of a group's bytes
+  const GroupSums* groups = nullptr;  // bytes: [groups][rows]
 };
 
 // Where rows of quantized inputs go.
 struct Quantized {
-  int8_t* bytes;    // contiguous rows
-  float* scales;    // of a row's groups, `pitch` elements apart; likewise
-  int32_t* starts;
+  int8_t* bytes;      // contiguous rows
+  GroupSums* groups;  // of the first row; its next group is `pitch` elements away
   int64_t pitch;
+  int64_t group;      // inputs
 };
 
 // One layer of the decoder: norm, attention with merged projections, norm, gated MLP.
@@ -108,6 +124,13 @@ struct Angles {
   const float* sin;
 };
 
+// A weight in codes of four bits: codes [out_features, in_features], scales and mins [out_features, groups].
+struct PlainCodes4 {
+  uint8_t* codes;
+  uint8_t* scales;
+  uint8_t* mins;
+};
+
 // The functions of one instruction set.
 struct OpsKernels {
   const char* name;
@@ -116,6 +139,8 @@ struct OpsKernels {
   void (*multiply)(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result);
   // Quantize contiguous rows of activations.
   void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out);
+  // Choose the codes of one feature's weights [size], a multiple of the group, and the units of its scales and mins.
+  void (*choose_codes)(const float* weights, int64_t size, const PlainCodes4& out, float* scale, float* minimum);
   // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
   // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.

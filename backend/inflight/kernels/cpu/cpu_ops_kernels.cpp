@@ -1,6 +1,7 @@
 // The decoder's arithmetic.  Compiled once per instruction set; see cpu_attention_kernels.cpp.
 #include <cmath>
 
+#include "cpu_choose_codes.h"
 #include "cpu_codes.h"
 #include "cpu_layout.h"
 
@@ -20,7 +21,8 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
   switch (linear.dtype) {
     case kFloat32: return multiply_panels<Float32>(linear, x, first, last, result);
     case kFloat16: return multiply_panels<Float16>(linear, x, first, last, result);
-    case kCodes8: return multiply_code_panels<Bytes>(linear, x, first, last, result);
+    case kCodes8: return multiply_code_panels<Codes8>(linear, x, first, last, result);
+    case kCodes4: return multiply_code_panels<Codes4>(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
       return multiply_panels<Bfloat16Dot>(linear, x, first, last, result);
@@ -63,16 +65,14 @@ template <class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
   constexpr float kTiny = 1e-30f;  // smaller numbers are zero: their scale's inverse could overflow
   for (int64_t row = 0; row < rows; ++row) {
-    float* scale = out.scales + row;
-    int32_t* start = out.starts + row;
-    for (int64_t first = 0; first < size; first += kInputGroup, scale += out.pitch, start += out.pitch) {
-      const int64_t count = size - first < kInputGroup ? size - first : kInputGroup;
+    GroupSums* group = out.groups + row;
+    for (int64_t first = 0; first < size; first += out.group, group += out.pitch) {
+      const int64_t count = size - first < out.group ? size - first : out.group;
       const Elem* from = x + row * size + first;
       int8_t* to = out.bytes + row * size + first;
       UintVec peaks = {};
       for (int64_t i = 0; i < count; i += kLanes) peaks = maximum_bits(peaks, load_row(from + i, count - i));
       const float peak = reduce_max_bits(peaks);
-      *scale = peak < INFINITY ? peak / 127.0f : NAN;
       const Vec inverse = splat(peak > kTiny && peak < INFINITY ? 127.0f / peak : 0.0f);
       UintVec sums = {};
       for (int64_t i = 0; i < count; i += kLanes) {
@@ -81,7 +81,10 @@ void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& o
         store_bytes(to + i, shifted, count - i);
         sums += shifted - 0x4b400000u;
       }
-      *start = int32_t(-128u * reduce_sum(sums));
+      const uint32_t sum = reduce_sum(sums);
+      group->scale = peak < INFINITY ? peak / 127.0f : NAN;
+      group->shift = group->scale * float(int32_t(sum));
+      group->start = int32_t(-128u * sum);
     }
   }
 }
@@ -171,7 +174,8 @@ void from_floats(const float* from, int32_t dtype, char* to, int64_t count) { ro
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
 extern const OpsKernels ops_kernels;
 const OpsKernels ops_kernels = {
-    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, norm, place, to_floats, from_floats};
+    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, choose_codes, norm, place, to_floats,
+    from_floats};
 
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight
