@@ -22,6 +22,7 @@ class LinearStruct(ctypes.Structure):
         ("panels", c_void_p),
         ("bias", c_void_p),
         ("scales", c_void_p),
+        ("mins", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("dtype", c_int32),

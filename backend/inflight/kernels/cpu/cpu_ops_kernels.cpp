@@ -60,33 +60,51 @@ INFLIGHT_INLINE uint32_t reduce_sum(UintVec x) {
 #endif
 }
 
-// A group with an element that is not finite gets the scale NaN, and so do all results of its row.
+// Quantize a group of `count` inputs, which is kGroup but at the end of a row.  A group with an element that is not finite
+// gets the scale NaN, and so do all results of its row.
+template <int kGroup, class Elem>
+INFLIGHT_INLINE void quantize_group(const Elem* from, int64_t count, int8_t* to, GroupSums* group) {
+  constexpr int kVectors = kGroup / kLanes;
+  constexpr float kTiny = 1e-30f;  // smaller numbers are zero: their scale's inverse could overflow
+  Vec x[kVectors];
+  UintVec peaks = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = i * kLanes < count ? load_row(from + i * kLanes, count - i * kLanes) : Vec{};
+    peaks = maximum_bits(peaks, x[i]);
+  }
+  const float peak = reduce_max_bits(peaks);
+  const Vec inverse = splat(peak > kTiny && peak < INFINITY ? 127.0f / peak : 0.0f);
+  UintVec sums = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    if (i * kLanes >= count) break;
+    const UintVec shifted = (UintVec)(x[i] * inverse + 12582912.0f);  // its low bits are the number rounded to an integer
+    store_bytes(to + i * kLanes, shifted, count - i * kLanes);
+    sums += shifted - 0x4b400000u;
+  }
+  const uint32_t sum = reduce_sum(sums);
+  group->scale = peak < INFINITY ? peak / 127.0f : NAN;
+  group->shift = group->scale * float(int32_t(sum));
+  group->start = int32_t(-128u * sum);
+}
+
+template <int kGroup, class Elem>
+void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const Elem* from = x + row * size;
+    int8_t* to = out.bytes + row * size;
+    GroupSums* group = out.groups + row;
+    int64_t i = 0;
+    for (; i + kGroup <= size; i += kGroup, group += out.pitch) quantize_group<kGroup>(from + i, kGroup, to + i, group);
+    if (i < size) quantize_group<kGroup>(from + i, size - i, to + i, group);
+  }
+}
+
 template <class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
-  constexpr float kTiny = 1e-30f;  // smaller numbers are zero: their scale's inverse could overflow
-  for (int64_t row = 0; row < rows; ++row) {
-    GroupSums* group = out.groups + row;
-    for (int64_t first = 0; first < size; first += out.group, group += out.pitch) {
-      const int64_t count = size - first < out.group ? size - first : out.group;
-      const Elem* from = x + row * size + first;
-      int8_t* to = out.bytes + row * size + first;
-      UintVec peaks = {};
-      for (int64_t i = 0; i < count; i += kLanes) peaks = maximum_bits(peaks, load_row(from + i, count - i));
-      const float peak = reduce_max_bits(peaks);
-      const Vec inverse = splat(peak > kTiny && peak < INFINITY ? 127.0f / peak : 0.0f);
-      UintVec sums = {};
-      for (int64_t i = 0; i < count; i += kLanes) {
-        // The sum's low bits are the number rounded to an integer.
-        const UintVec shifted = (UintVec)(load_row(from + i, count - i) * inverse + 12582912.0f);
-        store_bytes(to + i, shifted, count - i);
-        sums += shifted - 0x4b400000u;
-      }
-      const uint32_t sum = reduce_sum(sums);
-      group->scale = peak < INFINITY ? peak / 127.0f : NAN;
-      group->shift = group->scale * float(int32_t(sum));
-      group->start = int32_t(-128u * sum);
-    }
-  }
+  if (out.group == kInputGroup) quantize_rows<kInputGroup>(x, rows, size, out);
+  else quantize_rows<kInputGroup4>(x, rows, size, out);
 }
 
 void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out) {
