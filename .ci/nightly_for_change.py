@@ -12,21 +12,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 MARK = "mark." + "nightly"
+GPU = "tests/gpu/"  # its conftest.py marks the tests
 MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
-    "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py"],
+    "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py", "tests/real_model"],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
     "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],
-    "backend/inflight/kernels/": ["tests/backend/kernels"],
-    "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py"],
+    "backend/inflight/kernels/": ["tests/backend/kernels", "tests/real_model"],
+    "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py", "tests/real_model"],
     "backend/inflight/ops/": ["tests/backend/kernels"],
-    "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated"],
+    "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated", "tests/real_model"],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],
@@ -38,7 +39,7 @@ ROOMS = {
     "hatch_build.py": ["tests/backend/test_packaging.py"],
     "model_repository/": ["tests/tools/test_demo_checkpoint.py"],
     "pyproject.toml": ["tests/backend/test_packaging.py"],
-    "tests/gpu/": ["tests/bench/test_gpu_tests.py"],
+    "tests/gpu/": ["tests/bench/test_gpu_tests.py", "tests/gpu"],
     "tools/": ["tests/tools"],
 }
 
@@ -73,7 +74,8 @@ def files_for(changed: list[str]) -> list[str]:
 def marked() -> list[str]:
     """The test files with a nightly test, as paths from the root of the repository."""
     files = (ROOT / "tests").glob("**/test_*.py")
-    return sorted(str(path.relative_to(ROOT)) for path in files if MARK in path.read_text(encoding="utf-8"))
+    paths = {str(path.relative_to(ROOT)): path for path in files}
+    return sorted(name for name, path in paths.items() if name.startswith(GPU) or MARK in path.read_text("utf-8"))
 
 
 def main() -> int:

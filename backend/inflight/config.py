@@ -20,7 +20,7 @@ from inflight.kernel_config import KernelConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
 
-__all__ = ["ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
+__all__ = ["STORED", "ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
 
 class ConfigError(ValueError):
@@ -31,6 +31,10 @@ _MAX_COUNT = 2**31 - 1  # limit of the engine's int32 arrays and of the wire
 _PositiveInt = Annotated[int, Meta(ge=1, le=_MAX_COUNT)]
 _Seconds = Annotated[float, Meta(gt=0, le=1e6)]
 _Share = Annotated[float, Meta(gt=0, le=1)]
+
+# How checkpoints are stored: `quant_method` in their config.json.
+_Stored = Literal["auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "gptq", "mxfp4"]
+STORED: tuple[str, ...] = get_args(_Stored)
 
 _TRACED_STEPS = 4096  # for "step_trace": true
 _STEP_TOKENS = (2048, 8192)  # on a CPU, on a GPU: vLLM's default, and the one that it takes for large cards
@@ -230,7 +234,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
             inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
-            are. `None`: as loaded; a checkpoint whose weights are in fp8 needs no option.
+            are. `None`: as loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is
+            stored, as vLLM's do, and are refused if it is stored in another way.
         max_replays: when the engine process dies, the next one continues its requests. A request fails when it is the
             only possible cause of more than this many deaths, with no token between them. 0: every request that ran
             when the engine died fails.
@@ -316,7 +321,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_traces_endpoint: str | None = None
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8", "fp8"] | None = None
+    quantization: Literal["int8", "fp8", _Stored] | None = None
     max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
     engine_timeout: _Seconds = 60.0
     spare_engine: bool = True

@@ -26,7 +26,8 @@ SPELLINGS: dict[str, dict[Any, str]] = {
     "async_scheduling": {None: "auto"},  # vLLM's default
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
-    "load_format": {"safetensors": "auto"},
+    "load_format": {"safetensors": "auto", "bitsandbytes": "auto"},
+    "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq", "inc": "auto-round"},
 }
 
 _ONE_DEVICE = "this engine runs on one device"

@@ -95,7 +95,9 @@ def answers(llm: LLM) -> list[Any]:
         # The model itself, and one that knows nothing.
         pytest.param({"model": DEMO}, {}, marks=pytest.mark.nightly),
         ({"model": DEMO, "num_speculative_tokens": 6, "kv_cache_memory": "4MiB"}, {"async_scheduling": True}),
-        ({"model": "small"}, {"native_forward": False, "max_num_batched_tokens": 64}),
+        pytest.param(
+            {"model": "small"}, {"native_forward": False, "max_num_batched_tokens": 64}, marks=pytest.mark.nightly
+        ),
         ({"method": "suffix"}, {"swap_space": "16MiB", "preemption_mode": "swap", "num_gpu_blocks_override": 40}
          | {"max_model_len": 512, "enable_prefix_caching": False, "max_num_batched_tokens": 64}),
     ],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from model_entries import killed_at_the_end
 
 from inflight_client import Client
 from inflight_tools.installation import LauncherError, TritonInstallation
@@ -42,7 +43,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]
     (version.parent / "config.pbtxt").write_text(_CONFIG)
     shutil.copy(HERE / "scripted_model.py", version / "model.py")
     forward = ["--grpc-header-forward-pattern=x-.*"]
-    with TritonServer(repository, metrics_port=None, exit_timeout=5, extra_args=forward) as server:
+    with killed_at_the_end(TritonServer(repository, metrics_port=None, extra_args=forward)) as server:
         yield server
 
 

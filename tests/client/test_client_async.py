@@ -18,6 +18,8 @@ from inflight_client import (
     RetryPolicy,
     ServerUnreachableError,
     UnavailableError,
+    transport_grpc,
+    transport_http,
 )
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
@@ -181,7 +183,11 @@ async def test_the_server_enforces_the_deadline(aclient: AsyncClient) -> None:
     assert caught.value.partial is not None and caught.value.partial.token_ids
 
 
-async def test_the_client_enforces_a_deadline_that_the_server_ignores(aclient: AsyncClient) -> None:
+async def test_the_client_enforces_a_deadline_that_the_server_ignores(
+    aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for transport in (transport_grpc, transport_http):
+        monkeypatch.setattr(transport, "_GRACE_SECONDS", 0.1)
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         text = json.dumps({"tokens": 500, "delay": 0.05, "no_deadline": True})
         await aclient.generate(text, max_tokens=500, timeout=0.2)

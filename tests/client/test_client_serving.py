@@ -23,6 +23,8 @@ from inflight_client import (
     ServerError,
     ServerUnreachableError,
     UnavailableError,
+    transport_grpc,
+    transport_http,
 )
 from inflight_client.endpoint import find_endpoint
 from inflight_tools.launcher import TritonServer
@@ -234,7 +236,11 @@ def test_the_server_enforces_the_deadline(client: Client, seen: Look, key: str) 
     assert seen(key, lambda report: report["expired"] == 1)["cancelled"] == 0
 
 
-def test_the_client_enforces_a_deadline_that_the_server_ignores(client: Client, seen: Look, key: str) -> None:
+def test_the_client_enforces_a_deadline_that_the_server_ignores(
+    client: Client, seen: Look, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for transport in (transport_grpc, transport_http):
+        monkeypatch.setattr(transport, "_GRACE_SECONDS", 0.1)
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=0.2)
     seen(key, lambda report: report["cancelled"] == 1)

@@ -104,7 +104,7 @@ def answering() -> Iterator[Callable[[int], int]]:
 
         server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
         servers.append(server)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         return server.server_port
 
     yield start

@@ -6,7 +6,8 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from model_entries import copy_entry, loaded
+from model_entries import copy_entry, killed_at_the_end, loaded
+from replicas import Fleet
 
 from inflight_tools.installation import LauncherError, TritonInstallation
 from inflight_tools.launcher import TritonServer
@@ -51,6 +52,7 @@ GROUPS = {
         "serving",
         "soak",
         "stopping",
+        "stored_checkpoints",
         "who_may_do_what",
     ),
 }
@@ -97,7 +99,7 @@ def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
     env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
-    with TritonServer(repository, model_control_mode="explicit", exit_timeout=5, env=env) as server:
+    with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", env=env)) as server:
         yield server
 
 
@@ -106,3 +108,11 @@ def server(triton: TritonServer) -> Iterator[TritonServer]:
     """The same server with the model `demo`, which no module changes."""
     with loaded(triton, "demo"):
         yield triton
+
+
+@pytest.fixture(scope="session")
+def fleet(server: TritonServer) -> Iterator[Fleet]:
+    """The server of other modules, which no test disturbs, and one to be killed."""
+    fleet = Fleet(2, server)
+    yield fleet
+    fleet.close()

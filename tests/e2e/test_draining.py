@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import threading
 import time
 import urllib.error
@@ -16,11 +14,12 @@ from typing import Any
 import psutil
 import pytest
 import tritonclient.grpc as grpcclient
-from fake_repository import write_repository
-from processes_of import stubs
+from fake_repository import FAKE_CONFIG, fake_options
+from model_entries import killed_at_the_end, load, write_entry
+from processes_of import model_processes, stubs
 from wire import wait_for
 
-from inflight.frontend.lifecycle.instance_registry import children_of, states_of
+from inflight.frontend.lifecycle.instance_registry import states_of
 from inflight_client import Client, RetryPolicy, UnavailableError
 from inflight_tools.admin import grpc_metadata
 from inflight_tools.launcher import TritonServer
@@ -30,47 +29,34 @@ ONCE = RetryPolicy(max_attempts=1)
 KEY = "a-key-of-the-test"
 KEY_HEADERS = grpc_metadata(KEY)
 PROMPT = "the list of names"
+MODELS = ["asked", "signalled", "unloaded", "reloaded", "stopped"]
 
 
 @pytest.fixture(scope="module")
-def fake(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
-    repository = write_repository(tmp_path_factory.mktemp("draining"), drain_timeout=2.0)
-    with TritonServer(
-        repository,
-        model_control_mode="explicit",
-        load_models=["fake"],
-        exit_timeout=20,
-        admin_key=KEY,
-    ) as server:
+def server(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """With a model for each test, named after it, since a drained instance takes no more requests."""
+    folder = tmp_path_factory.mktemp("draining")
+    repository = folder / "repository"
+    for name in MODELS:
+        write_entry(repository, name, FAKE_CONFIG, **fake_options(folder), drain_timeout=2.0)
+    options: dict[str, Any] = {"model_control_mode": "explicit", "load_models": MODELS, "exit_timeout": 20}
+    with killed_at_the_end(TritonServer(repository, admin_key=KEY, **options)) as server:
         yield server
 
 
-@pytest.fixture
-def loaded(fake: TritonServer) -> Iterator[TritonServer]:
-    """The server with a fresh instance of its model."""
-    control = grpcclient.InferenceServerClient(fake.grpc_address)
-    if states(fake) != ["serving"]:
-        control.unload_model("fake", headers=KEY_HEADERS)
-        wait_for(lambda: not states(fake))
-        control.load_model("fake", headers=KEY_HEADERS)
-    yield fake
-    control.close()
-
-
-def states(server: TritonServer) -> list[str]:
-    """States of the living model instances."""
-    assert server.process is not None
-    return [entry.state for pid in children_of(server.process.pid) for entry in states_of(pid)]
+def states(server: TritonServer, model: str) -> list[str]:
+    """States of the living instances of a model."""
+    return [entry.state for stub in stubs(server, model) for entry in states_of(stub)]
 
 
 class Reading:
     """A stream that is read in a thread; `slow` makes the engine take that long for each of its tokens."""
 
-    def __init__(self, server: TritonServer, protocol: str, tokens: int, slow: float) -> None:
+    def __init__(self, server: TritonServer, model: str, protocol: str, tokens: int, slow: float) -> None:
         url = server.grpc_address if protocol == "grpc" else server.http_address
         self.text, self.error = "", ""
         self.began = threading.Event()
-        self._client = Client(url, protocol=protocol, model="fake", retries=ONCE)  # type: ignore[arg-type]
+        self._client = Client(url, protocol=protocol, model=model, retries=ONCE)  # type: ignore[arg-type]
         self._stream = self._client.stream(PROMPT, max_tokens=tokens, tenant=f"delay={slow}")
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -92,8 +78,8 @@ class Reading:
         return self
 
 
-def control_of(server: TritonServer, question: str) -> dict[str, Any]:
-    url = f"http://{server.http_address}/v2/models/fake/generate"
+def control_of(server: TritonServer, model: str, question: str) -> dict[str, Any]:
+    url = f"http://{server.http_address}/v2/models/{model}/generate"
     body = json.dumps({"control": question, "admin_key": KEY}).encode()
     try:
         with urllib.request.urlopen(url, body, timeout=30) as response:
@@ -102,74 +88,68 @@ def control_of(server: TritonServer, question: str) -> dict[str, Any]:
         raise AssertionError(error.read()) from None
 
 
-def refused(server: TritonServer) -> str:
-    with Client(server.grpc_address, model="fake", retries=ONCE) as client, pytest.raises(UnavailableError) as caught:
+def refused(server: TritonServer, model: str) -> str:
+    with Client(server.grpc_address, model=model, retries=ONCE) as client, pytest.raises(UnavailableError) as caught:
         client.generate(PROMPT, max_tokens=1)
     return caught.value.message
 
 
-def test_a_control_request_drains_and_tells_how_it_went(loaded: TritonServer) -> None:
-    short, long = Reading(loaded, "grpc", 8, 0.05), Reading(loaded, "http", 2000, 0.05)
+def test_a_control_request_drains_and_tells_how_it_went(server: TritonServer) -> None:
+    short, long = Reading(server, "asked", "grpc", 8, 0.05), Reading(server, "asked", "http", 2000, 0.05)
     answer: dict[str, Any] = {}
-    asking = threading.Thread(target=lambda: answer.update(control_of(loaded, "drain")))
+    asking = threading.Thread(target=lambda: answer.update(control_of(server, "asked", "drain")))
     asking.start()
-    wait_for(lambda: states(loaded) == ["draining"])
-    assert "is draining: it takes no new requests; retry in " in refused(loaded)
+    wait_for(lambda: states(server, "asked") == ["draining"])
+    assert "is draining: it takes no new requests; retry in " in refused(server, "asked")
     asking.join(30)
     assert (answer["finished"], answer["ended"]) == (1, 1)
     assert not short.wait().error
     assert "did not finish within drain_timeout=2 s" in long.wait().error and long.text
-    assert control_of(loaded, "stats")["state"] == "drained"
+    assert control_of(server, "asked", "stats")["state"] == "drained"
 
 
-def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(loaded: TritonServer) -> None:
+def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(server: TritonServer) -> None:
     """As by a service manager that signals a whole control group."""
-    assert loaded.process is not None
-    streams = [Reading(loaded, protocol, 12, 0.02) for protocol in ("grpc", "http")]
-    for pid in session_members(loaded.process.pid):
-        if pid != loaded.process.pid:
-            os.kill(pid, signal.SIGTERM)
-    wait_for(lambda: "serving" not in states(loaded))
-    assert "is draining" in refused(loaded)
+    streams = [Reading(server, "signalled", protocol, 12, 0.02) for protocol in ("grpc", "http")]
+    for process in model_processes(server, "signalled"):
+        process.terminate()
+    wait_for(lambda: "serving" not in states(server, "signalled"))
+    assert "is draining" in refused(server, "signalled")
     assert [stream.wait().error for stream in streams] == ["", ""]
-    wait_for(lambda: states(loaded) == ["drained"])
+    wait_for(lambda: states(server, "signalled") == ["drained"])
 
 
-def test_an_unload_drains(loaded: TritonServer) -> None:
-    stream = Reading(loaded, "grpc", 2000, 0.05)
-    control = grpcclient.InferenceServerClient(loaded.grpc_address)
-    control.unload_model("fake", headers=KEY_HEADERS)
+def test_an_unload_drains(server: TritonServer) -> None:
+    stream = Reading(server, "unloaded", "grpc", 2000, 0.05)
+    with grpcclient.InferenceServerClient(server.grpc_address) as control:
+        control.unload_model("unloaded", headers=KEY_HEADERS)
     assert "drain_timeout=2 s" in stream.wait().error and stream.text
-    control.close()
 
 
-def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(loaded: TritonServer) -> None:
-    assert loaded.process is not None
-    stream = Reading(loaded, "grpc", 2000, 0.05)
-    control = grpcclient.InferenceServerClient(loaded.grpc_address)
+def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: TritonServer) -> None:
+    stream = Reading(server, "reloaded", "grpc", 2000, 0.05)
     config = {
         "backend": "inflight",
         "instance_group": [{"kind": "KIND_CPU"}],
         "parameters": {"x": {"string_value": "1"}},
     }
-    control.load_model("fake", headers=KEY_HEADERS, config=json.dumps(config))
-    assert sorted(states(loaded)) == ["serving", "serving"] and not stream.error
-    processes = [psutil.Process(stub) for stub in stubs(loaded)]
+    load(server, "reloaded", config=json.dumps(config))
+    assert sorted(states(server, "reloaded")) == ["serving", "serving"] and not stream.error
+    processes = [psutil.Process(stub) for stub in stubs(server, "reloaded")]
     assert [process.net_connections("inet") for process in processes] == [[], []], "a stub holds no port of the server"
     assert max(process.num_fds() for process in processes) < 60, "nor the 130 sockets of its threads"
-    new = Reading(loaded, "grpc", 10, 0.05)  # the new instance notices that it serves
+    new = Reading(server, "reloaded", "grpc", 10, 0.05)  # the new instance notices that it serves
     assert "drain_timeout=2 s" in stream.wait().error
     assert not new.wait().error
-    control.close()
-    wait_for(lambda: states(loaded) == ["serving"])
+    wait_for(lambda: states(server, "reloaded") == ["serving"])
 
 
-def test_the_launcher_drains_before_it_stops_and_leaves_nothing(triton_installed: None, tmp_path: Path) -> None:
-    server = TritonServer(write_repository(tmp_path), exit_timeout=20)
-    with server:
-        assert server.process is not None
-        session = server.process.pid
-        streams = [Reading(server, protocol, 20, 0.05) for protocol in ("grpc", "http")]
+def test_the_launcher_drains_before_it_stops_and_leaves_nothing(server: TritonServer) -> None:
+    """Runs last, because it stops the server."""
+    assert server.process is not None
+    session = server.process.pid
+    streams = [Reading(server, "stopped", protocol, 20, 0.05) for protocol in ("grpc", "http")]
+    server.stop()
     assert [stream.wait().error for stream in streams] == ["", ""]
     deadline = time.monotonic() + 20  # the last one was killed, and takes a moment to be gone
     while session_members(session):

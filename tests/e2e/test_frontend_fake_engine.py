@@ -10,6 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import FAKE_CONFIG, fake_options
 from frontend_rig import demo_tokenizer
-from model_entries import load, loaded, unload, write_entry
+from model_entries import load, loaded, write_entry
 from processes_of import model_processes
 from tritonclient.utils import InferenceServerException
 from wire import wait_for
@@ -489,7 +490,7 @@ def test_deaths_and_restarts_of_the_engine_are_counted(fake: TritonServer) -> No
     assert counts()[1] == restarts + 3
 
 
-# -- loading and unloading (last: they restart the model) ------------------------------------------
+# -- loading and unloading (last: the model is gone) ------------------------------------------
 
 
 def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
@@ -508,47 +509,41 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
     grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
     wait_for(lambda: not control.is_model_ready("fake"))
     wait_for(lambda: not any(process.is_running() for process in processes))
-    load(fake, "fake")
-    assert generate(fake)["text_output"] == PROMPT + ECHO
 
 
-def test_load_errors_name_their_cause(fake: TritonServer, root: Path, entry: Path) -> None:
-    model_json = entry / "1" / "model.json"
-    good = model_json.read_text()
-    unload(fake, "fake")
-    try:
-        model_json.write_text(json.dumps({**json.loads(good), "max_num_seq": 3}))
-        with pytest.raises(InferenceServerException, match=r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"):
-            load(fake, "fake")
-        model_json.write_text(good)
-        (root / "control.json").write_text('{"start": "fatal"}')
-        with pytest.raises(InferenceServerException, match="told to fatal"):
-            load(fake, "fake")
-    finally:
-        (root / "control.json").unlink(missing_ok=True)
-        model_json.write_text(good)
-        load(fake, "fake")
-    assert generate(fake)["text_output"] == PROMPT + ECHO
+def test_load_errors_name_their_cause(triton: TritonServer, tmp_path: Path) -> None:
+    control = tmp_path / "control.json"
+    control.write_text('{"start": "fatal"}')
+    options = fake_options(tmp_path, {"FAKE_ENGINE_CONTROL": str(control)})
+    causes = {
+        "misspelt": ({"max_num_seq": 3}, r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"),
+        "fatal": ({}, "told to fatal"),
+    }
+
+    def fails(name: str) -> None:
+        changes, message = causes[name]
+        write_entry(triton.repositories[-1], name, FAKE_CONFIG, **options, **changes)
+        with pytest.raises(InferenceServerException, match=message):
+            load(triton, name)
+
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(fails, causes))
 
 
-def test_with_a_health_check_no_request_waits_for_an_engine(fake: TritonServer, root: Path, entry: Path) -> None:
-    config = entry / "config.pbtxt"
-    plain = config.read_text()
-    unload(fake, "fake")
-    try:
-        config.write_text(plain + 'parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "true" } }\n')
-        load(fake, "fake")
-        assert generate(fake)["text_output"] == PROMPT + ECHO
-        (root / "control.json").write_text('{"start": "fail"}')
-        post(fake, "generate", {"text_input": PROMPT, "tenant": "crash=2", "max_tokens": 9})
+def test_with_a_health_check_no_request_waits_for_an_engine(triton: TritonServer, tmp_path: Path) -> None:
+    control = tmp_path / "control.json"
+    health = 'parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "true" } }\n'
+    options = {"config": FAKE_CONFIG + health, **fake_options(tmp_path, {"FAKE_ENGINE_CONTROL": str(control)})}
+
+    def asked(**changes: Any) -> tuple[int, str]:
+        return post(triton, "generate", {"text_input": PROMPT, **changes}, model="checked")
+
+    with loaded(triton, checked=options):
+        assert asked()[0] == 200
+        control.write_text('{"start": "fail"}')
+        asked(tenant="crash=2", max_tokens=9)
         for _ in range(3):
-            status, answer = post(fake, "generate", {"text_input": PROMPT})
+            status, answer = asked()
             assert (status, "Model is unavailable due to unhealthy engine: " in answer) == (BACKEND_ERROR, True)
-        (root / "control.json").unlink()
-        wait_for(lambda: post(fake, "generate", {"text_input": PROMPT})[0] == 200)
-    finally:
-        (root / "control.json").unlink(missing_ok=True)
-        config.write_text(plain)
-        unload(fake, "fake")
-        load(fake, "fake")
-    assert generate(fake)["text_output"] == PROMPT + ECHO
+        control.unlink()
+        wait_for(lambda: asked()[0] == 200)

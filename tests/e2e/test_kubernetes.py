@@ -18,7 +18,7 @@ import httpx
 import pytest
 from charts import FULLNAME, MODELS, containers, manifests, only, render
 from charts import server as chart_server
-from model_entries import write_entry
+from model_entries import killed_at_the_end, write_entry
 from processes_of import engine_process, stubs
 from replicas import gateway
 
@@ -45,7 +45,7 @@ def replica(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) ->
     (repository / "demo" / "config.pbtxt").write_text(entry["config.pbtxt"])
     settings = entry["model.json"].replace('"/models/', f'"{ROOT}/model_repository/')
     (repository / "demo" / "1" / "model.json").write_text(settings)
-    with TritonServer(repository, model_control_mode="none", exit_timeout=5, admin_key=KEY) as server:
+    with killed_at_the_end(TritonServer(repository, model_control_mode="none", admin_key=KEY)) as server:
         yield server
 
 
@@ -81,7 +81,7 @@ def test_one_gateway_serves_models_of_several_tritons(replica: TritonServer, tmp
     write_entry(tmp_path, "other")
     question = {"prompt": "Return a list of", "max_tokens": 400, "temperature": 0, "ignore_eos": True}
     aging = ["--grpc-max-connection-age=100"]
-    with TritonServer(tmp_path, model_control_mode="none", exit_timeout=5, extra_args=aging) as other:
+    with killed_at_the_end(TritonServer(tmp_path, model_control_mode="none", extra_args=aging)) as other:
         tritons = {"demo": replica.grpc_address, "other": other.grpc_address}
         front = gateway([f"{name}={address}" for name, address in tritons.items()], "--routing", "round-robin")
         front.start()

@@ -18,6 +18,9 @@ from inflight.engine.step_trace import StepRecord, Trace
 from inflight_tools.launcher import TritonServer
 from inflight_tools.trace.files import fetch_trace
 
+# tests/backend/engine/policies/test_budget.py has the policy, tests/backend/test_served_options.py the option.
+pytestmark = pytest.mark.nightly
+
 OPTIONS = {
     "max_num_batched_tokens": 256,
     "enable_prefix_caching": False,
@@ -98,7 +101,6 @@ def test_a_long_prompt_gets_chunks_that_keep_the_streams_within_the_target(targe
     assert sum(chunks_beside_decodes(trace)) == len(PROMPT)
 
 
-@pytest.mark.nightly
 def test_under_a_target_that_cannot_be_met_a_long_prompt_still_progresses(target, unreachable):
     """At the documented rate, and with the same output tokens."""
     _, tokens = long_prompt_beside_streams(target, "target")

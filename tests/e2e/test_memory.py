@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from model_entries import CHECKPOINT, loaded
+from nightly import nightly_but
 from offline import make_core, run, tokens
 from processes_of import engine_process, run_in_turns
 from wire import GrpcStream, gauges
@@ -34,16 +35,18 @@ def workload() -> tuple[list[list[int]], list[int]]:
     return prompts, [rng.randrange(15, 60) for _ in range(COUNT)]
 
 
-@pytest.fixture(scope="module")
-def squeezed(triton: TritonServer) -> Iterator[TritonServer]:
+@pytest.fixture(scope="module", params=nightly_but(["swapping"], MODELS))
+def squeezed(request: pytest.FixtureRequest, triton: TritonServer) -> Iterator[str]:
+    """The name of a model with too little memory."""
+    name = str(request.param)
     options = {
         "block_size": BLOCK_SIZE,
         "max_model_len": MAX_MODEL_LEN,
         "num_gpu_blocks_override": MAX_MODEL_LEN // BLOCK_SIZE,
         "enable_prefix_caching": False,
     }
-    with loaded(triton, **{name: {**options, **changes} for name, changes in MODELS.items()}) as server:
-        yield server
+    with loaded(triton, **{name: {**options, **MODELS[name]}}):
+        yield name
 
 
 @pytest.fixture(scope="module")
@@ -75,21 +78,19 @@ def serve_all(server: TritonServer, model: str) -> tuple[list[list[int]], dict[s
         time.sleep(0.1)
 
 
-def test_a_pool_of_a_tenth_of_the_demand_serves_all_without_a_preemption_storm(squeezed, expected):
+def test_a_pool_of_a_tenth_of_the_demand_serves_all(triton, squeezed, expected):
+    """Without a preemption storm where peaks are predicted; swapped blocks come back with their contents."""
     prompts, lengths = workload()
     demand = sum(-(-(len(prompt) + length) // BLOCK_SIZE) for prompt, length in zip(prompts, lengths))
     assert demand >= 10 * MAX_MODEL_LEN // BLOCK_SIZE
-    said, metrics = serve_all(squeezed, "predicting")
+    said, metrics = serve_all(triton, squeezed)
     assert said == expected
-    assert metrics["inflight_requests_preempted_total"] <= COUNT / 2
-
-
-def test_swapped_requests_with_drafts_get_the_same_tokens(squeezed, expected):
-    said, metrics = serve_all(squeezed, "swapping")
-    assert said == expected
-    assert metrics["inflight_requests_preempted_total"] > 0
-    assert metrics["inflight_swapped_in_blocks_total"] > 0
-    assert metrics["inflight_host_blocks_used"] == 0
+    if squeezed == "predicting":
+        assert metrics["inflight_requests_preempted_total"] <= COUNT / 2
+    else:
+        assert metrics["inflight_requests_preempted_total"] > 0
+        assert metrics["inflight_swapped_in_blocks_total"] > 0
+        assert metrics["inflight_host_blocks_used"] == 0
 
 
 def drafts_of(server: TritonServer, model: str) -> list[float]:
@@ -118,14 +119,12 @@ def serve_until_drafted(server: TritonServer, model: str, before: list[float]) -
     raise AssertionError("20 requests and no draft")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_drafts_are_counted(squeezed, model):
-    drafts, tokens_tried, accepted = serve_until_drafted(squeezed, model, drafts_of(squeezed, model))
+def test_drafts_are_counted(triton, squeezed):
+    drafts, tokens_tried, accepted = serve_until_drafted(triton, squeezed, drafts_of(triton, squeezed))
     assert tokens_tried >= drafts and 0 <= accepted <= tokens_tried
 
 
-@pytest.mark.parametrize("model", ["predicting", pytest.param("swapping", marks=pytest.mark.nightly)])
-def test_a_killed_engine_that_drafts_loses_no_token(squeezed, model):
+def test_a_killed_engine_that_drafts_loses_no_token(triton, squeezed):
     """The pool has room for one of two requests.  The next engine process learns anew what pays."""
     params = [
         {"max_tokens": 220, "ignore_eos": True, "temperature": 0},
@@ -133,8 +132,8 @@ def test_a_killed_engine_that_drafts_loses_no_token(squeezed, model):
     ]
 
     def serve(kill: bool) -> list[list[int]]:
-        engine = engine_process(squeezed, model)
-        with GrpcStream(squeezed.grpc_address, model) as stream:
+        engine = engine_process(triton, squeezed)
+        with GrpcStream(triton.grpc_address, squeezed) as stream:
             if kill:
                 engine.suspend()
             for index, options in enumerate(params):
@@ -149,10 +148,10 @@ def test_a_killed_engine_that_drafts_loses_no_token(squeezed, model):
             return [stream.answers[str(index)].token_ids for index in range(2)]
 
     def replayed() -> float:
-        return gauges(squeezed.metrics_address, model).get("inflight_requests_replayed_total", 0.0)
+        return gauges(triton.metrics_address, squeezed).get("inflight_requests_replayed_total", 0.0)
 
     expected, before = serve(kill=False), replayed()
     assert [len(ids) for ids in expected] == [220, 210]
     assert serve(kill=True) == expected
     assert replayed() > before
-    serve_until_drafted(squeezed, model, drafts_of(squeezed, model))
+    serve_until_drafted(triton, squeezed, drafts_of(triton, squeezed))

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -328,19 +329,30 @@ def test_shutdown_under_load_leaves_nothing(triton_installed, checkpoint, tmp_pa
     assert all(isinstance(answer, Responses) for answer in stream.answers.values())
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        ({"max_num_sequences": 4}, "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?"),
-        ({"max_num_seqs": 0}, "max_num_seqs=0"),
-        ({"model": "no/such/checkpoint"}, "no/such/checkpoint"),
-        pytest.param({"kv_cache_memory": "4KiB"}, "more; raise kv_cache_memory", marks=pytest.mark.nightly),
-    ],
-)
-def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, entries, changes, reason):
-    write_entry(serving.repositories[0], "broken", **{**entries["tiny"], **changes})
+def fails_to_load(server: TritonServer, name: str, reason: str, options: dict[str, object]) -> None:
+    write_entry(server.repositories[0], name, **options)
+    with pytest.raises(InferenceServerException) as failure:
+        load(server, name)
+    assert reason in failure.value.message()
+
+
+def test_an_invalid_model_json_fails_the_load_with_the_reason(serving, entries):
+    cases = [
+        ("misspelt", "unknown key 'max_num_sequences'; did you mean 'max_num_seqs'?", {"max_num_sequences": 4}),
+        ("empty", "max_num_seqs=0", {"max_num_seqs": 0}),
+        ("lost", "no/such/checkpoint", {"model": "no/such/checkpoint"}),
+    ]
+    with ThreadPoolExecutor() as threads:
+        ends = [
+            threads.submit(fails_to_load, serving, name, reason, {**entries["tiny"], **changes})
+            for name, reason, changes in cases
+        ]
+        for end in ends:
+            end.result()
     with grpc.InferenceServerClient(serving.grpc_address) as control:
-        with pytest.raises(InferenceServerException) as failure:
-            control.load_model("broken")
-        assert reason in failure.value.message()
         assert control.is_model_ready("tiny"), "the others are not affected"
+
+
+@pytest.mark.nightly
+def test_a_pool_that_is_too_small_fails_the_load_with_the_reason(serving, entries):
+    fails_to_load(serving, "small", "more; raise kv_cache_memory", {**entries["tiny"], "kv_cache_memory": "4KiB"})

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import tritonclient.grpc as grpc
-from model_entries import CONFIG, wait_unloaded, write_entry
+from model_entries import CONFIG, killed_at_the_end, wait_unloaded, write_entry
 from processes_of import run_in_turns
 from supervisor_rig import wait_for
 from wire import GrpcStream, gauges, post
@@ -32,7 +32,7 @@ def pair(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> It
     """A server of its own, because a stub is killed: the demo as the model `pair`, of two instances."""
     repository = tmp_path_factory.mktemp("pair")
     write_entry(repository, "pair", CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n", max_num_seqs=64)
-    with TritonServer(repository, model_control_mode="explicit", load_models=["pair"], exit_timeout=5) as server:
+    with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", load_models=["pair"])) as server:
         yield server
 
 
@@ -189,6 +189,7 @@ def wait_until_it_is_silent(stub: int) -> None:
     wait_for(paused, seconds=60)
 
 
+@pytest.mark.nightly  # test_shared_engine_daemon.py kills stubs, test_shared_engine.py looks at the others' streams
 def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
     pair: TritonServer, server: TritonServer
 ) -> None:

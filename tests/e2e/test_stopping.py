@@ -141,6 +141,7 @@ def test_a_stop_lets_streams_finish_although_their_engine_dies_and_leaves_nothin
     serving.assert_nothing_left()
 
 
+@pytest.mark.nightly  # tests/tools/test_watch.py has the signals
 def test_a_second_stop_signal_ends_at_once(serving: Serving) -> None:
     answers = serving.hold_streams()
     serving.process.send_signal(signal.SIGINT)
@@ -161,6 +162,7 @@ def test_a_server_that_is_killed_leaves_nothing(serving: Serving) -> None:
     serving.assert_nothing_left()
 
 
+@pytest.mark.nightly  # tests/tools/test_watch.py has stubs that give no sign of life
 def test_stubs_that_are_stopped_end_the_server(triton_installed: None, tmp_path: Path) -> None:
     """Triton goes on to report the model as ready; a client that asks the model itself notices."""
     with (

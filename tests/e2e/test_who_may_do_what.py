@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import tritonclient.grpc as grpc
+from model_entries import killed_at_the_end
 from tritonclient.utils import InferenceServerException
 from wire import post, tensor
 
@@ -46,9 +47,8 @@ def guarded(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) ->
     version.mkdir(parents=True)
     (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), **OPTIONS}))
     (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-    with TritonServer(
-        repository, model_control_mode="explicit", load_models=["mine"], exit_timeout=5, admin_key=KEY
-    ) as server:
+    options = {"model_control_mode": "explicit", "load_models": ["mine"], "admin_key": KEY}
+    with killed_at_the_end(TritonServer(repository, **options)) as server:
         yield server
 
 

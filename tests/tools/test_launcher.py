@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -16,6 +18,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_entries import killed_at_the_end
+from nightly import nightly_but
 
 from inflight_tools import installation, launcher
 from inflight_tools.installation import (
@@ -236,7 +240,11 @@ def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkey
 
 
 @needs_server
-def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("forgotten", nightly_but([False], [False, True]))
+def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_path: Path, forgotten: bool) -> None:
+    """A child that the stub has forgotten is killed after some seconds."""
+    if not forgotten:
+        (backend / "model.py").write_text(WITHOUT_CHILD)
     log_file = tmp_path / "server.log"
     with TritonServer(repository, backend_dir=backend, log_file=log_file, exit_timeout=5) as server:
         assert server.process is not None
@@ -248,7 +256,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
         assert f'"{np.__file__}"' in answer  # the stub imports from this environment
         with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as response:
             assert b"nv_inference_request_success" in response.read()
-        assert len(session_members(pid)) >= 3  # server, stub, and the stub's forgotten child
+        assert len(session_members(pid)) >= 2 + forgotten  # server, stub, and the stub's forgotten child
         assert _shm_files(server)
         runtime_dir = server._runtime_dir
         assert runtime_dir is not None and runtime_dir.exists()
@@ -278,6 +286,36 @@ def test_a_bad_argument_is_reported_in_the_servers_words(repository: Path, backe
         pytest.fail("the server must not become ready")
 
 
+def test_a_server_is_ready_when_its_metrics_are_too(tmp_path: Path) -> None:
+    """Triton opens the metrics' port last, after it has said that it is ready."""
+
+    class Ready(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+
+    looks = 0
+
+    def open_the_metrics() -> None:
+        nonlocal looks
+        looks += 1
+        metrics.listen()
+
+    process = subprocess.Popen(["sleep", "600"])
+    with socket.socket() as metrics, http.server.HTTPServer(("127.0.0.1", 0), Ready) as triton:
+        metrics.bind(("127.0.0.1", 0))
+        threading.Thread(target=triton.serve_forever, daemon=True).start()
+        server = TritonServer(tmp_path)
+        server.process, server.ports = process, {"HTTP": triton.server_port, "metrics": metrics.getsockname()[1]}
+        try:
+            server.wait_ready(timeout=60, check=open_the_metrics)
+            assert looks == 1
+        finally:
+            triton.shutdown()
+            process.kill()
+            process.wait()
+
+
 @needs_server
 def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Path) -> None:
     (backend / "model.py").write_text(WITHOUT_CHILD)
@@ -286,7 +324,7 @@ def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Pa
     explicit = TritonServer(
         repository, backend_dir=backend, model_control_mode="explicit", load_models=["other"], metrics_port=None
     )
-    with explicit as server:
+    with killed_at_the_end(explicit) as server:
         with urllib.request.urlopen(f"http://{server.http_address}/v2/models/other/ready") as response:
             assert response.status == 200
         with pytest.raises(urllib.error.HTTPError):

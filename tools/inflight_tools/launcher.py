@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -370,9 +371,16 @@ class TritonServer:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
             with opener.open(f"http://{self.http_address}/v2/health/ready", timeout=2.0) as response:
-                return response.status == 200
+                return response.status == 200 and self._serves_metrics()
         except (OSError, urllib.error.URLError):
             return False
+
+    def _serves_metrics(self) -> bool:
+        """Whether the metrics take connections, if they are on; Triton opens their port last, after it is ready."""
+        if "metrics" in self.ports:
+            host, _, port = self.metrics_address.rpartition(":")
+            socket.create_connection((host.strip("[]"), int(port)), timeout=2.0).close()
+        return True
 
     def exit_reason(self) -> str:
         """One line on why the server ended."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.config import ConfigError, EngineConfig
+from inflight.config import STORED, ConfigError, EngineConfig
 from inflight.loading.checkpoint.checkpoint_config import max_model_len, read_config
 from inflight.loading.load_errors import LoadError
 from inflight.speculative import SpeculativeConfig
@@ -41,6 +41,7 @@ def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineC
         model=speculative.model,
         revision=speculative.revision,
         max_model_len=None,
+        quantization=None if config.quantization in STORED else config.quantization,  # of the target's files
         kv_cache_memory=speculative.kv_cache_memory,
         num_gpu_blocks_override=None,
         swap_space=0,

@@ -15,6 +15,7 @@ from emulated_card import Card, emulated_card
 from every_kind import every_kind, prompt_of, work_of
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from integer_checkpoints import write
 from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
@@ -58,15 +59,34 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
     return [prompt_of(index, 1 + (7 * index) % 23) for index in range(count)], [every_kind(i) for i in range(count)]
 
 
+@pytest.fixture(scope="module")
+def in_integers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, EngineCore]:
+    """A checkpoint, and its engine on the CPU."""
+    path = make_checkpoint("llama", tmp_path_factory.mktemp("integers"))
+    write(path, "gptq act-order")
+    return path, make_core(path, **LIMITS, seed=1)
+
+
+def test_a_checkpoint_in_integers(card: Card, in_integers: tuple[str, EngineCore]) -> None:
+    (path, on_the_cpu), (prompts, params) = in_integers, requests(4)
+    expected = work_of(on_the_cpu, prompts, params, stagger=2)
+    assert work_of(card_core(path, seed=1), prompts, params, stagger=2) == expected
+
+
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param(dict(), id="plain", marks=pytest.mark.nightly),
         pytest.param(dict(SQUEEZED), id="preempted"),
         pytest.param(dict(SWAPPED), id="swapped", marks=pytest.mark.nightly),  # `test_any_arrivals` swaps
-        pytest.param(dict(SQUEEZED, **DRAFTING), id="preempted, with drafts"),
+        # runner/test_graph_steps.py has drafts that are preempted, runner/test_device_runner.py eager steps.
+        pytest.param(dict(SQUEEZED, **DRAFTING), id="preempted, with drafts", marks=pytest.mark.nightly),
         pytest.param(dict(max_num_batched_tokens=7, block_size=1), id="few tokens a step", marks=pytest.mark.nightly),
-        pytest.param(dict(max_num_batched_tokens=7, block_size=1, enforce_eager=True), id="few tokens a step, eager"),
+        pytest.param(
+            dict(max_num_batched_tokens=7, block_size=1, enforce_eager=True),
+            id="few tokens a step, eager",
+            marks=pytest.mark.nightly,
+        ),
         pytest.param(dict(max_num_seqs=3, enable_prefix_caching=False), id="few slots", marks=pytest.mark.nightly),
     ],
 )
@@ -115,7 +135,7 @@ def test_requests_that_are_aborted_leave_nothing_in_those_that_take_their_slots(
     prompts, params = requests(14)
     expected = {key: tokens(deltas) for key, deltas in run(on_the_cpu, prompts, params).items()}
     core = card_core(checkpoint, seed=1, **SWAPPED, **DRAFTING)
-    for seed in range(3):
+    for seed in range(2):
         got, aborted = run_with_aborts(core, prompts, params, random.Random(seed))
         assert got.keys() | aborted == expected.keys()
         assert aborted

@@ -66,7 +66,7 @@ def test_an_object_that_is_accepted_validates_however_its_names_are_spelled() ->
     accepted = 0
 
     @given(objects())
-    @settings(max_examples=1500, deadline=None)
+    @settings(max_examples=5 * settings().max_examples)
     def check(drawn: tuple[dict[str, Any], str]) -> None:
         nonlocal accepted
         schema, text = drawn
@@ -76,7 +76,7 @@ def test_an_object_that_is_accepted_validates_however_its_names_are_spelled() ->
             jsonschema.validate(json.loads(text), schema)
 
     check()
-    assert accepted > 100
+    assert accepted > settings().max_examples // 4  # about one in five of those drawn is; so this is no matter of luck
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from logprobs_of import logprobs_of
 from sampling_tables import new_table
@@ -53,7 +53,6 @@ rows_of = st.lists(
 )
 
 
-@settings(max_examples=120, deadline=None)
 @example(drawn=[(SamplingParams(temperature=0.0, grammar=WORDS), 2, 1, 0.0)], seed=1, poison=False)
 @given(drawn=rows_of, seed=st.integers(0, 2**20), poison=st.booleans())
 def test_the_same_tokens_as_with_the_masks_made_first(

@@ -93,7 +93,7 @@ class Interrupted:
 MODES = pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=["plain", "ahead"])
 
 
-@MODES
+@pytest.mark.parametrize("options", [{"async_scheduling": True}], ids=["ahead"])  # plain ones: `test_at_every_line`
 def test_at_the_lines_between_schedule_and_update(options: dict[str, Any]) -> None:
     """Those of the core and of the turn around it, in the last step that runs them."""
     call = Interrupted(options)

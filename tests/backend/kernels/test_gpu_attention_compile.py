@@ -65,6 +65,7 @@ def compiled_for(tmp_path: Path, cache: pytest.Cache) -> Callable[..., Any]:
     return lambda *argument: compiled(cache, tmp_path, "attention", SCRIPT, argument, SOURCES)
 
 
+@pytest.mark.nightly  # test_gpu_step_inputs_compile.py compiles in make test
 def test_on_hopper_everything_is_compiled_at_load(compiled_for: Callable[..., Any]) -> None:
     """Decodes, prompts, mixes, split keys, any layout of queries: nothing is compiled later, and no launch
     waits for the device."""

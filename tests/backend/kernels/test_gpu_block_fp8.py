@@ -268,16 +268,13 @@ SOURCES = ["backend/inflight/kernels/gpu", "backend/inflight/ops/block_fp8.py", 
 PRODUCT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
+@pytest.mark.nightly  # test_gpu_step_inputs_compile.py compiles in make test
 @pytest.mark.parametrize(
     ("arch", "dtype", "size"),
     [
         (90, "bfloat16", [28672, 4096]),
-        *(
-            pytest.param(arch, "bfloat16", size, marks=pytest.mark.nightly)
-            for arch in (80, 100, 120)
-            for size in ([28672, 4096], [4096, 14336])
-        ),
-        pytest.param(90, "float16", [1536, 7168], marks=pytest.mark.nightly),
+        *((arch, "bfloat16", size) for arch in (80, 100, 120) for size in ([28672, 4096], [4096, 14336])),
+        (90, "float16", [1536, 7168]),
     ],
 )
 def test_everything_is_compiled_at_load(

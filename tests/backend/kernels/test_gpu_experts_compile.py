@@ -43,17 +43,18 @@ QWEN3_30B_A3B = [128, 2048, 768, 8, False]
 PRODUCT = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 
 
+@pytest.mark.nightly  # test_gpu_step_inputs_compile.py compiles in make test
 @pytest.mark.parametrize(
     ("arch", "dtype", "shape"),
     [
         (90, "bfloat16", GPT_OSS_20B),
-        pytest.param(80, "bfloat16", GPT_OSS_20B, marks=pytest.mark.nightly),
-        pytest.param(90, "float16", GPT_OSS_20B, marks=pytest.mark.nightly),
-        pytest.param(100, "bfloat16", GPT_OSS_20B, marks=pytest.mark.nightly),
-        pytest.param(120, "bfloat16", GPT_OSS_20B, marks=pytest.mark.nightly),
-        pytest.param(80, "bfloat16", QWEN3_30B_A3B, marks=pytest.mark.nightly),
-        pytest.param(90, "bfloat16", QWEN3_30B_A3B, marks=pytest.mark.nightly),
-        pytest.param(120, "bfloat16", QWEN3_30B_A3B, marks=pytest.mark.nightly),
+        (80, "bfloat16", GPT_OSS_20B),
+        (90, "float16", GPT_OSS_20B),
+        (100, "bfloat16", GPT_OSS_20B),
+        (120, "bfloat16", GPT_OSS_20B),
+        (80, "bfloat16", QWEN3_30B_A3B),
+        (90, "bfloat16", QWEN3_30B_A3B),
+        (120, "bfloat16", QWEN3_30B_A3B),
     ],
 )
 def test_everything_is_compiled_at_load(

@@ -88,13 +88,9 @@ SOURCES = [
 ]
 
 
+@pytest.mark.nightly  # test_gpu_step_inputs_compile.py compiles in make test
 @pytest.mark.parametrize(
-    ("arch", "dtype", "vocab_size"),
-    [
-        (90, "bfloat16", 151936),
-        pytest.param(80, "float16", 50257, marks=pytest.mark.nightly),
-        pytest.param(100, "bfloat16", 128256, marks=pytest.mark.nightly),
-    ],
+    ("arch", "dtype", "vocab_size"), [(90, "bfloat16", 151936), (80, "float16", 50257), (100, "bfloat16", 128256)]
 )
 def test_one_variant_for_all_batches(
     tmp_path: Path, cache: pytest.Cache, arch: int, dtype: str, vocab_size: int

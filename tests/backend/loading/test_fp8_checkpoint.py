@@ -170,7 +170,7 @@ def in_group(part: str, **changes: Any) -> dict[str, Any]:
             compressed_tensors("channel", "token", format="marlin-24"),
             "format='marlin-24'.*supported: 'float-quantized'",
         ),
-        (in_group("weights", type="int"), "the weights of its config group 'group_0' are int8, channel"),
+        (in_group("weights", type="int"), "group 'group_0' is compressed as format='float-quantized'"),
         (in_group("weights", num_bits=4), "are float4, channel"),
         (in_group("weights", strategy="group"), "are float8, group.*tensor or channel or block"),
         (in_group("weights", symmetric=False), "asymmetric"),

@@ -54,9 +54,11 @@ def changed(source: str, folder: Path, weights=None, **values) -> Path:
     ("quantization", "why"),
     [
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, r"quant_method='modelopt', which is unknown here"),
-        ({"quant_method": "gptq", "bits": 4}, r"quant_method='gptq', which transformers serves with kernels of other"),
-        ({"quant_method": "awq", "bits": 4}, r"quant_method='awq', which transformers serves"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"quant_method='bitsandbytes', which transformers"),
+        *(
+            ({"quant_method": method}, rf"quant_method='{method}', which transformers serves with kernels of other")
+            for method in ("aqlm", "eetq", "higgs", "hqq", "quanto", "spqr", "torchao", "vptq")
+        ),
+        ({"quant_method": "quip"}, r"quant_method='quip', which is unknown here"),
         ({"quant_algo": "FP8"}, r"quant_method='unnamed'"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import make_checkpoint
+from nightly import nightly_but
 from offline import make_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -91,7 +92,7 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 FORBIDDEN = ("item", "_local_scalar_dense", "nonzero", "unique", "masked_select", "equal.default")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly_but(["rules"], KINDS))
 def test_a_decode_step_is_one_copy_there_and_one_back(core: EngineCore, kind: str) -> None:
     """While the step before it runs, with rows whose block tables grow."""
     steps: list[tuple[SchedulerOutput, Copies]] = []

@@ -3,6 +3,7 @@ steps."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -100,7 +101,10 @@ def test_the_page_says_how_many_graphs_there_are() -> None:
     [
         pytest.param(dict(max_num_seqs=20), id="many rows"),
         pytest.param(dict(SQUEEZED), id="preempted", marks=pytest.mark.nightly),
-        pytest.param(dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped"),
+        # emulated/test_engine_on_a_card.py swaps.
+        pytest.param(
+            dict(SQUEEZED, swap_space="1MiB", preemption_mode="swap"), id="swapped", marks=pytest.mark.nightly
+        ),
         pytest.param(
             dict(max_num_seqs=8, max_num_batched_tokens=12, block_size=1),
             id="chunks, small blocks",
@@ -144,6 +148,7 @@ def test_every_step_of_an_engine_is_a_replay(checkpoint: str, monkeypatch: pytes
     assert sum(mixed_replays(core).values()) >= 5
 
 
+@pytest.mark.nightly  # emulated/test_engine_on_a_card.py has graphs of prompts and drafts
 @pytest.mark.usefixtures("kernels")
 def test_drafts_beside_prompts_are_replayed(checkpoint: str, on_the_cpu: EngineCore) -> None:
     options = dict(max_num_seqs=4, num_gpu_blocks_override=64)
@@ -176,6 +181,7 @@ def test_a_prompt_without_room_in_the_upload_runs_eagerly(checkpoint: str, monke
 
 @pytest.mark.usefixtures("kernels")
 def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint: str) -> None:
+    """Neither a replay of nothing but padding, for decodes, drafts or prompts, nor the padding beside other rows."""
     options = dict(max_num_seqs=8, block_size=4, num_gpu_blocks_override=64, **drafting(5), **CAPTURED)
     core, eager = pair_of(checkpoint, **options)
     prompts = [prompt_of(index, 5 + index) for index in range(5)]
@@ -188,8 +194,12 @@ def test_padding_touches_no_slot_of_the_pool_and_no_row_of_the_state(checkpoint:
     before = contents(core)
     for name, tensor in contents(eager).items():
         torch.testing.assert_close(before[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
-    sizes = mixed_sizes(8, 40, True)
-    assert len(core.runner.graphs) == len(decode_sizes(8) + draft_sizes(8, 64, 5) + sizes)
+    sizes = decode_sizes(8) + draft_sizes(8, 64, 5) + mixed_sizes(8, 40, True)
+    assert len(core.runner.graphs) == len(sizes)
     for size in sizes:
         assert core.runner.graphs.replay(core.runner._padding(size).key) is not None
         assert_same_bytes(before, contents(core))
+    core.runner.graphs._graphs.clear()
+    captured_by_nothing: Any = SimpleNamespace(used=lambda: 0)
+    core.runner.graphs.capture(captured_by_nothing)
+    assert_same_bytes(before, contents(core))

@@ -49,7 +49,7 @@ def make_logits(num_rows: int, dtype: torch.dtype, scale: float = 3.0) -> torch.
     return (torch.randn(num_rows, V, generator=torch.Generator().manual_seed(num_rows)) * scale).to(dtype)
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(
     st.lists(row_strategy, min_size=1, max_size=12),
     st.sampled_from([torch.float32, torch.bfloat16]),

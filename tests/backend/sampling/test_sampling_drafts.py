@@ -53,7 +53,7 @@ def check_alone(params, prompt, seed, tokens, position, logits, edited, chosen, 
     assert logprobs_of(output).get(0) == logprobs
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(
     st.lists(row_strategy, min_size=NUM_SLOTS, max_size=NUM_SLOTS),
     st.lists(step_strategy, min_size=1, max_size=6),

@@ -9,7 +9,7 @@ from inflight.sampling.rules.ragged import RaggedRows, flatten_ranges
 ROWS = 5
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.tuples(st.integers(0, ROWS - 1), st.integers(0, 90)), max_size=60),
     st.lists(st.integers(0, ROWS - 1), max_size=8),

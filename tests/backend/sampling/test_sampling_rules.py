@@ -58,7 +58,7 @@ editing_params = st.builds(
 histories = st.tuples(st.lists(token, min_size=1, max_size=12), st.lists(st.integers(0, 6), max_size=12))
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.tuples(editing_params, histories), min_size=1, max_size=5), st.integers(0, 10))
 def test_edits_equal_the_reference(reference, drawn, seed):
     rows = [make_row(params, prompt, output, eos=(0, 7)) for params, (prompt, output) in drawn]
@@ -315,7 +315,7 @@ def counted(ids: np.ndarray, counts: np.ndarray) -> dict[int, float]:
     return dict(zip(ids.tolist(), counts.tolist()))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(deadline=None, derandomize=True)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=20),
     st.lists(st.integers(0, 200), max_size=150),

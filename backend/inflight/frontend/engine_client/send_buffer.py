@@ -16,17 +16,19 @@ class SendBuffer:
         add ----> new ------------+
         resubmit -> replayed -----+--> next_frame, then in the engine --> ended or aborted
                                                   |
-                     engine_down: returned to the supervisor; new ones wait until `resubmit`
+        engine_down, recall: returned to the supervisor; new ones wait until `resubmit`
 
     Attributes:
         num_new: sequences of requests that no engine was sent.
         in_engine: ids of the requests that the engine has.
+        recalled: ids of the requests taken back, which it may still run.
         paused: requests wait; aborts are sent.
     """
 
     def __init__(self) -> None:
         self.num_new = 0
         self.in_engine: set[int] = set()
+        self.recalled: set[int] = set()
         self.paused = False
         self._new: OrderedDict[int, tuple[bytes, int]] = OrderedDict()  # frame, sequences
         self._replayed: OrderedDict[int, bytes] = OrderedDict()
@@ -60,15 +62,18 @@ class SendBuffer:
             self._replayed.pop(request_id, None)
             if request_id in self._new:
                 self.num_new -= self._new.pop(request_id)[1]
+            self.recalled.discard(request_id)
         if request_id in self.in_engine:
             if index is None:
                 self.in_engine.discard(request_id)
             self._aborts.append(encode(AbortRequest(request_id, index)))
 
-    def next_frame(self) -> bytes | None:
-        """The frame to send next.  Aborts first: they free memory that requests need."""
-        if self._aborts:
-            return self._aborts.popleft()
+    def next_abort(self) -> bytes | None:
+        """The next frame of those to send before all others: aborts free memory that requests need."""
+        return self._aborts.popleft() if self._aborts else None
+
+    def next_request(self) -> bytes | None:
+        """The next request's frame."""
         if self.paused:
             return None
         if self._replayed:
@@ -81,13 +86,28 @@ class SendBuffer:
         self.in_engine.add(request_id)
         return frame
 
+    def recall(self) -> set[int]:
+        """Take all requests back from the engine, and the queued replayed ones; new ones wait until `resubmit`.
+
+        Returns:
+            Their ids.
+        """
+        self._aborts.extend(encode(AbortRequest(request_id, None)) for request_id in self.in_engine)
+        self.recalled |= self.in_engine
+        recalled = self.in_engine | set(self._replayed)
+        self.in_engine = set()
+        self._replayed.clear()
+        self._holds_new = True
+        return recalled
+
     def engine_down(self) -> set[int]:
         """The engine is gone.  Only questions are sent to the next one until `resubmit`.
 
         Returns:
             The requests that it had, and the queued replayed ones; while paused, the latter stay queued.
         """
-        victims, self.in_engine = self.in_engine, set()
+        victims = self.in_engine | self.recalled
+        self.in_engine, self.recalled = set(), set()
         if not self.paused:
             victims |= set(self._replayed)
             self._replayed.clear()

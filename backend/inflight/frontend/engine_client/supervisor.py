@@ -21,6 +21,7 @@ from inflight.engine.messages import (
     AddRequest,
     Answer,
     EngineReady,
+    GetStats,
     Question,
     RequestFailed,
     StepMessage,
@@ -159,6 +160,31 @@ class Supervisor:
         if ends_turn and engine_process is not None:
             engine_process.end_turn()
 
+    def recall(self, emptied: Callable[[], None]) -> set[int]:
+        """Take all requests back from the engine; new ones wait until `resubmit`.
+
+        Args:
+            emptied: called once no more of their output follows, by a thread that must not be blocked; not called if
+                the engine dies before: `on_engine_down` then names them.
+
+        Returns:
+            Their ids.
+        """
+        with self._changed:
+            recalled = self._send_buffer.recall()
+            answer = self._questions.add(GetStats())  # the engine answers it after the aborts
+            self._changed.notify_all()
+        answer.add_done_callback(lambda answer: self._recalled(answer, emptied))
+        return recalled
+
+    def _recalled(self, answer: Future[Any], emptied: Callable[[], None]) -> None:
+        error = answer.exception()
+        if isinstance(error, RequestError) and error.code == "UNAVAILABLE":
+            return  # no engine has answered
+        with self._changed:
+            self._send_buffer.recalled.clear()
+        emptied()
+
     def ask(self, question: Question) -> Future[Any]:
         """Put a question to the engine, which answers it between two steps.
 
@@ -205,6 +231,7 @@ class Supervisor:
         """Forget a request that ended by itself."""
         with self._changed:
             self._send_buffer.in_engine.discard(request_id)
+            self._send_buffer.recalled.discard(request_id)
 
     @property
     def can_serve(self) -> bool:
@@ -386,8 +413,9 @@ class Supervisor:
         return bool(self._questions.num_queued or self._send_buffer.has_frames)
 
     def _next_frame(self) -> bytes | None:
-        frame = self._questions.take_frame()
-        return self._send_buffer.next_frame() if frame is None else frame
+        """Questions overtake requests, but no abort: the answer says that the engine has dropped the request."""
+        takers = (self._send_buffer.next_abort, self._questions.take_frame, self._send_buffer.next_request)
+        return next((frame for take in takers if (frame := take()) is not None), None)
 
     # -- watch thread ----------------------------------------------------------------------
 

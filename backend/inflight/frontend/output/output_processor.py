@@ -118,7 +118,9 @@ class OutputProcessor:
         self._pacing = pacing
         self._streams: dict[int, RequestState] = {}
         self._queue = SendQueue()
-        self._replay = Replay(engine, self._streams, self._fail, stats.resubmitted, max_replays)
+        self._replay = Replay(
+            engine, self._streams, self._fail, stats.resubmitted, max_replays, self._run_behind_output, self._run_later
+        )
         # A step comes with the time of its arrival.
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._backpressure = Backpressure(engine, self._events.put, self._replay.again)
@@ -199,12 +201,22 @@ class OutputProcessor:
     def on_engine_ready(self, ready: EngineReady) -> None:
         """The engine process was started again."""
         self._events.put(partial(self._stats.engine_ready, ready, again=True))
+        self._events.put(self._replay.engine_ready)
 
     def on_engine_down(self, request_ids: Iterable[int], ran: Mapping[int, set[int]], cause: str) -> None:
         """The engine process died with these requests in it: the next process continues them."""
-        self._events.put(self._catch_up)  # send the output of the steps that it had reported
-        self._events.put(self._stats.engine_down)
+        self._run_behind_output(self._stats.engine_down)
         self._events.put(partial(self._replay.engine_down, request_ids, ran, cause))
+
+    def _run_behind_output(self, action: Callable[[], None]) -> None:
+        """`run`, once the output of all steps that the engine has reported is processed."""
+        self._events.put(self._catch_up)
+        self._events.put(action)
+
+    def _run_later(self, seconds: float, action: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, self._events.put, [action])
+        timer.daemon = True  # what fires behind the end of the sender thread is never run
+        timer.start()
 
     def on_no_engine(self, error: RequestError) -> None:
         """No engine process can be started for now."""

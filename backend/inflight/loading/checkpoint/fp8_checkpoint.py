@@ -16,14 +16,11 @@ from __future__ import annotations
 import copy
 import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor, nn
-from transformers.utils import logging as transformers_logging
 
 from inflight.config import EngineConfig
 from inflight.kernels.registry import select_block_fp8, select_ops
@@ -63,8 +60,7 @@ def load_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: t
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     plainly = msgspec.structs.replace(config, quantization=None)
-    with _quietly():  # transformers warns that it finds no place for the scales
-        model = pretrained(plainly, plain, dtype, torch.device("cpu"), read_elsewhere=_SCALE)
+    model = pretrained(plainly, plain, dtype, torch.device("cpu"), read_elsewhere=_SCALE)
     files = TensorFiles(config.model, config.revision)
     try:
         scales = _scales_of(model, files)
@@ -117,16 +113,6 @@ def _deepest(modules: dict[str, nn.Module], name: str) -> nn.Module:
     while name not in modules:
         name = name.rpartition(".")[0]
     return modules[name]
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    before = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(before)
 
 
 class _Placement:

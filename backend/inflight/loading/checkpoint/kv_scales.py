@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 _LENGTH = 512
 # Room between the largest number that the calibration sees and the largest in e4m3, for text that goes beyond random
 # tokens.  It costs no precision, since e4m3 is a floating-point format: numbers down to 1/7000 of the largest seen keep
-# all three bits of mantissa.  On the demo model, factors from 1 to 256 have the same KL divergence to three digits.
+# all three bits of mantissa.  On SmolLM2-135M-Instruct, factors from 4 to 256 have KL divergences of 0.012 to 0.014
+# nats; with 1, where larger numbers saturate, it is 0.017.
 _MARGIN = 4.0
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 _SMALLEST = 1e-6  # largest number assumed of a head that is all zero

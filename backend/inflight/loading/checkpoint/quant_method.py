@@ -7,15 +7,19 @@ what it then serves is noise.  Here a method is in `LOADERS`, or it is refused b
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from inflight.config import EngineConfig
+from inflight.config import STORED, ConfigError, EngineConfig
+from inflight.loading.checkpoint import fp8_scheme
+from inflight.loading.checkpoint.compressed_format import has_integers
 from inflight.loading.checkpoint.fp8_checkpoint import METHODS, load_fp8
 from inflight.loading.checkpoint.mxfp4_checkpoint import load_mxfp4
+from inflight.loading.checkpoint.stored_checkpoint import FORMATS, load_stored
 from inflight.loading.checkpoint.weights import dummy_weights, pretrained
 from inflight.loading.load_errors import LoadError
 
@@ -29,7 +33,24 @@ _WAY_OUT = (
 )
 
 
-LOADERS: dict[str, Loader] = {"mxfp4": load_mxfp4, **dict.fromkeys(METHODS, load_fp8)}
+def _load_compressed(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """Of weights in fp8, or of integers."""
+    try:
+        integers = has_integers(fp8_scheme.quantization(hf_config) or {})
+    except LoadError as error:
+        raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {error}; {_WAY_OUT}") from error
+    if integers:
+        return load_stored(_COMPRESSED, config, hf_config, dtype, device)
+    return load_fp8(config, hf_config, dtype, device)
+
+
+_COMPRESSED = "compressed-tensors"
+LOADERS: dict[str, Loader] = {
+    "mxfp4": load_mxfp4,
+    **dict.fromkeys(METHODS, load_fp8),
+    **{method: partial(load_stored, method) for method in FORMATS},
+    _COMPRESSED: _load_compressed,
+}
 
 
 def loader_of(config: EngineConfig, hf_config: Any) -> Loader:
@@ -37,10 +58,12 @@ def loader_of(config: EngineConfig, hf_config: Any) -> Loader:
 
     Raises:
         LoadError: it is quantized by a method that is not served; the message names it.
+        ConfigError: `quantization` names another one.
     """
+    method = quant_method(hf_config)
+    _expect_named(config, method)
     if config.load_format == "dummy":
         return dummy_weights
-    method = quant_method(hf_config)
     if method is None:
         return pretrained
     if method in LOADERS:
@@ -55,6 +78,22 @@ def loader_of(config: EngineConfig, hf_config: Any) -> Loader:
         f"{config.model!r} ({hf_config.model_type}) is quantized by quant_method={method!r}, {why}; served are "
         f"{', '.join(sorted(LOADERS))}; {_WAY_OUT}"
     )
+
+
+def _expect_named(config: EngineConfig, method: str | None) -> None:
+    """
+    Raises:
+        ConfigError: `quantization` names how a checkpoint is stored, and this one is stored in another way.
+    """
+    asked = config.quantization
+    if asked not in STORED or asked == method:
+        return
+    if method is None:
+        raise ConfigError(
+            f"quantization={asked!r} names how a checkpoint is stored, and {config.model!r} is not quantized; remove "
+            'it, or set it to "int8" (on a CPU) or "fp8" (on a GPU) to quantize the weights while loading'
+        )
+    raise ConfigError(f"quantization={asked!r}, but {config.model!r} has quant_method={method!r}; remove it")
 
 
 def quant_method(hf_config: Any) -> str | None:

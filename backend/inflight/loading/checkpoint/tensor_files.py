@@ -10,8 +10,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from inflight.hub import snapshot
+from inflight.loading.quantization.packing import Header
 
-__all__ = ["TensorFiles", "weight_files"]
+__all__ = ["TensorFiles", "headers_of", "weight_files"]
 
 
 class TensorFiles:
@@ -26,10 +27,9 @@ class TensorFiles:
         self.dtypes: dict[str, str] = {}
         self._files: dict[str, Path] = {}
         for file in [] if folder is None else weight_files(folder):
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    self.dtypes[name] = tensors.get_slice(name).get_dtype()
-                    self._files[name] = file
+            for name, header in headers_of(file).items():
+                self.dtypes[name] = header.dtype
+                self._files[name] = file
 
     def read(self, names: Iterable[str]) -> dict[str, Tensor]:
         """The tensors of these names, on the CPU."""
@@ -39,6 +39,13 @@ class TensorFiles:
             with safe_open(file, framework="pt") as tensors:
                 found |= {name: tensors.get_tensor(name) for name in wanted if self._files[name] == file}
         return found
+
+
+def headers_of(file: Path) -> dict[str, Header]:
+    """Dtype and shape of each tensor of a safetensors file, by name; reads no more than its header."""
+    with safe_open(file, framework="pt") as tensors:
+        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {name: Header(part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
 
 
 def weight_files(folder: Path) -> list[Path]:

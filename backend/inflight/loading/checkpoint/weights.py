@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 from zipfile import is_zipfile
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
@@ -22,7 +24,7 @@ from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
 from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
-from inflight.loading.checkpoint.tensor_files import weight_files
+from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
 from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
@@ -37,6 +39,7 @@ _IGNORED = re.compile(
     r"\.(q|k|v|prob|kv)_scale$|\.kv_cache_scaling_factor$|\.[kv]_proj\.output_scale$"
     r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
+_CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
 
@@ -55,7 +58,7 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     Raises:
         LoadError: they do not fit (by how much), or a file is damaged.
     """
-    if config.load_format == "dummy":
+    if config.load_format == "dummy" or any(_CODES.search(name) for name in _stored(config)):
         model = _from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
     else:
@@ -128,12 +131,10 @@ def _header(model: str, file: Path) -> dict[str, _Stored]:
 
 
 def _safetensors_header(file: Path) -> dict[str, _Stored]:
-    with safe_open(file, framework="pt") as tensors:
-        parts = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
-        return {
-            name: _Stored(part.get_shape(), None if part.get_dtype() in _NUMBERS else part.get_dtype())
-            for name, part in parts.items()
-        }
+    return {
+        name: _Stored(list(shape), None if dtype in _NUMBERS else dtype)
+        for name, (dtype, shape) in headers_of(file).items()
+    }
 
 
 def _pickle_header(file: Path) -> dict[str, _Stored]:
@@ -180,7 +181,8 @@ def pretrained(
         output_loading_info=True,
     )
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
+        with nullcontext() if read_elsewhere is None else _quietly():
+            model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
     except Exception as error:  # whatever the library, the model's code or a file raises
         raise _cannot_load(config, hf_config, error) from error
     if read_elsewhere is not None:
@@ -188,6 +190,17 @@ def pretrained(
     plain = read_elsewhere is None and "quantization_config" not in options
     _check_report(config, hf_config, report, plain)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without transformers' table of tensors that the model has no place for."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _code(dtype: torch.dtype) -> str:

@@ -4,5 +4,6 @@ base.py        the Protocol
 plain.py       in the model's dtype
 int8.py        int8, packed for a CPU
 fp8.py         e4m3, on a GPU; fp8_linear.py computes with it, by the products of fp8_product.py
+packing.py, stored_linear.py, stored_weight.py     layers in the integers of checkpoints, which checkpoint/ reads
 schemes.py     which one a configuration asks for
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.config import EngineConfig
+from inflight.config import STORED, EngineConfig
 from inflight.loading.quantization.base import Scheme
 from inflight.loading.quantization.fp8 import Fp8
 from inflight.loading.quantization.int8 import Int8
@@ -14,5 +14,5 @@ _SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(
 
 
 def scheme_of(config: EngineConfig) -> Scheme:
-    """The scheme that `quantization` in model.json names."""
-    return _SCHEMES[config.quantization]
+    """The scheme that `quantization` in model.json asks for; the name of how a checkpoint is stored asks for none."""
+    return _SCHEMES[None if config.quantization in STORED else config.quantization]

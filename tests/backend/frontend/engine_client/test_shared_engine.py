@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +83,11 @@ def test_ids_say_which_frontend_a_request_came_from(rigs: list[SupervisorRig]) -
         client.wait()
 
 
-@pytest.mark.parametrize("orders", [("crash=20", "", ""), ("crash=20", "crash=30", "crash=25")])
+@pytest.mark.parametrize(
+    "orders",
+    [("crash=20", "", ""), pytest.param(("crash=20", "crash=30", "crash=25"), marks=pytest.mark.nightly)],
+    ids=["one", "each"],
+)
 def test_poison_of_one_frontend_fails_no_request_of_another(
     rigs: list[SupervisorRig], orders: tuple[str, str, str]
 ) -> None:
@@ -129,6 +133,24 @@ def test_after_a_death_one_frontend_sends_at_a_time(rigs: list[SupervisorRig]) -
     for client in [*slow, new]:
         assert client.wait().error is None
     wait_for(lambda: not any(rig.supervisor._send_buffer.paused for rig in rigs))
+
+
+def test_a_trial_comes_in_its_frontends_turn_and_the_others_keep_their_requests_back(rigs: list[SupervisorRig]) -> None:
+    """So the suspect is alone in the engine; streams of the other frontends wait for the end of the search."""
+    held: list[Callable[[], None]] = []
+    recall = rigs[0].supervisor.recall
+    rigs[0].supervisor.recall = lambda emptied: recall(lambda: held.append(emptied))  # type: ignore[method-assign]
+    clients = open_all(rigs, 2)
+    wait_for(lambda: all(client.responses for client in clients))
+    poison = rigs[0].open(orders="delay=0.002,crash=3", max_tokens=100)
+    wait_for(lambda: held)
+    assert [rig.supervisor._send_buffer.paused for rig in rigs] == [False, True, True]
+    assert not any(rig.supervisor._send_buffer.in_engine for rig in rigs)
+    held.pop()()
+    error = poison.wait().error
+    assert error is not None and "4 times in a row" in error[1]
+    check_all(clients, 2)
+    assert [rig.stats.endings for rig in rigs] == [["poison"], [], []]
 
 
 def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[SupervisorRig]) -> None:

@@ -169,7 +169,7 @@ class YesHandler(Handler):
 def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
     servers = [http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) for handler in (YesHandler, Handler)]
     for server in servers:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     addresses = [server.server_address[:2] for server in servers]
     monkeypatch.setattr("inflight.frontend.lifecycle.server_probe.listening_addresses", lambda pid: addresses)
     monkeypatch.setattr(Handler, "status", 400)
@@ -184,7 +184,7 @@ def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch:
 def test_the_probe_finds_the_server_and_knows_when_it_is_gone() -> None:
     quiet = socket.create_server(("127.0.0.1", 0))  # listens, and is no server
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     assert {quiet.getsockname()[:2], server.server_address[:2]} <= set(listening_addresses(os.getpid()))
     quiet.close()
     probe = ServerProbe("a model", "1", os.getpid())

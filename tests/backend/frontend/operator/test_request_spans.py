@@ -36,6 +36,9 @@ class Engine:
     def abort(self, request_id: int, index: int | None = None) -> None: ...
     def release(self, request_id: int) -> None: ...
     def resubmit(self, requests: Any, hold_new: bool = False, settled: bool = True) -> None: ...
+    def recall(self, emptied: Any) -> set[int]:
+        raise NotImplementedError
+
     def ask(self, question: Any) -> Future[Any]:
         raise NotImplementedError
 

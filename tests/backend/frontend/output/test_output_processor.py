@@ -51,6 +51,9 @@ class EngineStub:
         self.resubmitted += requests
         self.holds_new = hold_new
 
+    def recall(self, emptied: Callable[[], None]) -> set[int]:
+        raise NotImplementedError
+
     def release(self, request_id: int) -> None:
         self.released.append(request_id)
 

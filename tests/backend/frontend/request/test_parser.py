@@ -366,7 +366,7 @@ json_values = st.recursive(
 keys = st.sampled_from([*SPECS, "logit_bias", "logprobs", "timeout", "seed", "best_of"]) | st.text(max_size=6)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=3 * settings().max_examples)
 @given(parameters=st.dictionaries(keys, json_values, max_size=4), as_tensor=st.booleans())
 def test_any_input_is_parsed_or_rejected(parameters: dict[str, Any], as_tensor: bool) -> None:
     """There is no other exception, and what is accepted the engine can run."""

@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 from frontend_rig import demo_tokenizer
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inflight.engine.logprobs import Logprobs, TokenLogprobs
@@ -41,7 +41,6 @@ def expected(tokenizer: Tokenizer | None, entries: list[TokenLogprobs]) -> str:
     return json.dumps(rows)
 
 
-@settings(max_examples=200, deadline=None)
 @given(
     entries=st.lists(st.lists(triples, max_size=6, unique_by=lambda triple: triple[0]), max_size=4), spelt=st.booleans()
 )
@@ -62,7 +61,6 @@ def test_texts_of_special_tokens_and_broken_characters_are_escaped() -> None:
     assert joined_texts([]) == "[]"
 
 
-@settings(max_examples=100, deadline=None)
 @given(entries=st.lists(st.lists(triples, max_size=4), max_size=6), data=st.data())
 def test_the_arrays_are_a_sequence_of_entries(entries: list[TokenLogprobs], data: st.DataObject) -> None:
     logprobs = Logprobs.of(entries)
