@@ -10,7 +10,7 @@
 namespace inflight {
 namespace INFLIGHT_ISA {
 
-constexpr int kCodeVectors = kInputGroup4 / kLanes;
+constexpr int kCodeVectors = kFineGroup / kLanes;
 constexpr float kLargestCode = 15.0f;
 
 // A group of weights is about code * scale - minimum.
@@ -75,15 +75,15 @@ inline CodeRange best_range(const CodeGroup& group) {
 
 // See OpsKernels.  A feature with a weight that is not finite gets the scale NaN.
 inline void choose_codes(const float* x, int64_t size, const PlainCodes4& out, float* scale, float* minimum) {
-  const int64_t groups = size / kInputGroup4;
+  const int64_t groups = size / kFineGroup;
   const auto take = [x](int64_t at) {
     CodeGroup group;
     Vec squares = {};
     for (int i = 0; i < kCodeVectors; ++i) {
-      group.x[i] = load(x + at * kInputGroup4 + i * kLanes);
+      group.x[i] = load(x + at * kFineGroup + i * kLanes);
       squares += group.x[i] * group.x[i];
     }
-    const Vec mean = splat(std::sqrt(reduce_add(squares) / kInputGroup4));
+    const Vec mean = splat(std::sqrt(reduce_add(squares) / kFineGroup));
     for (int i = 0; i < kCodeVectors; ++i) group.weight[i] = mean + (group.x[i] < 0.0f ? -group.x[i] : group.x[i]);
     return group;
   };
@@ -110,7 +110,7 @@ inline void choose_codes(const float* x, int64_t size, const PlainCodes4& out, f
     const CodeGroup group = take(at);
     for (int i = 0; i < kCodeVectors; ++i) {
       const Vec code = group.code(i, inverse, min_byte * unit.minimum);
-      for (int lane = 0; lane < kLanes; ++lane) out.codes[at * kInputGroup4 + i * kLanes + lane] = uint8_t(code[lane]);
+      for (int lane = 0; lane < kLanes; ++lane) out.codes[at * kFineGroup + i * kLanes + lane] = uint8_t(code[lane]);
     }
   }
 }

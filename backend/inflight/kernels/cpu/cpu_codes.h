@@ -76,8 +76,9 @@ struct PanelScales {
 //   add           a vector of a row's sums, times the row's scale, to its results; `shift` is the sum of the row's inputs
 
 // Eight bits.  The features' scales are applied in the end.
+template <int kInputs>
 struct Codes8 {
-  static constexpr int kGroup = kInputGroup;
+  static constexpr int kGroup = kInputs;
   static constexpr int kHeaderBytes = 0;
   static constexpr int kStepBytes = kPanel * 4;
   static constexpr bool kBiased = true;
@@ -94,7 +95,7 @@ struct Codes8 {
 // Four bits.  Byte i of a step: input i % 4 of the features i / 4 (low half) and kPanel / 2 + i / 4 (high half).  The
 // header: for each feature a byte times its scale, then a byte times its minimum, which is subtracted.
 struct Codes4 {
-  static constexpr int kGroup = kInputGroup4;
+  static constexpr int kGroup = kFineGroup;
   static constexpr int kHeaderBytes = 2 * kPanel;
   static constexpr int kStepBytes = kPanel * 2;
   static constexpr bool kBiased = false;

@@ -45,7 +45,7 @@ void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, 
     auto* bytes = reinterpret_cast<int8_t*>(scratch.bytes);
     auto* groups = reinterpret_cast<GroupSums*>(scratch.bytes + padded(x.rows * size, 64));
     each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
-      const Quantized to = {bytes + first * size, groups + first, x.rows, linear.group()};
+      const Quantized to = {bytes + first * size, groups + first, x.rows, linear.input_group};
       ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size, to);
     });
     x = {scratch.bytes, size, x.rows, groups};
@@ -55,7 +55,7 @@ void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, 
 }
 
 int64_t quantized_bytes(int64_t rows, int64_t size) {
-  return padded(rows * size, 64) + rows * ((size + kInputGroup4 - 1) / kInputGroup4) * int64_t(sizeof(GroupSums));
+  return padded(rows * size, 64) + rows * ((size + kFineGroup - 1) / kFineGroup) * int64_t(sizeof(GroupSums));
 }
 
 class Arena {

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
-from inflight.kernels.cpu.weight_format import PLAIN, Codes, WeightFormat
+from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
 
 __all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
 
@@ -27,6 +27,7 @@ class LinearStruct(ctypes.Structure):
         ("out_features", c_int64),
         ("dtype", c_int32),
         ("gated", c_int32),
+        ("input_group", c_int32),
     ]
 
 
@@ -51,7 +52,7 @@ class PackedWeight:
         stored_as: the format of the weights.
 
     Attributes:
-        scales: float32 [out_features] of the stored codes; None if they are the weights.
+        codes: their format and scales.
         struct: the layer's description for the kernel.
         address: of `struct`.
 
@@ -77,26 +78,27 @@ class PackedWeight:
         self.num_results = self.out_features // 2 if gated else self.out_features
         self.bias = _merged_bias(biases, self.sizes)
         codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
-        self.scales = codes.scales
+        self.codes = codes.header()
         self.struct = LinearStruct(
             bias=address_of(self.bias),
-            scales=address_of(self.scales),
+            scales=address_of(codes.scales),
+            mins=address_of(codes.mins),
             in_features=self.in_features,
             out_features=self.out_features,
-            dtype=DTYPE_CODES[codes.values.dtype],
+            dtype=codes.dtype,
             gated=int(gated),
+            input_group=codes.input_group,
         )
         self.address = ctypes.addressof(self.struct)
-        size = library().inflight_ops_packed_bytes(self.address) // codes.values.itemsize
-        self.panels = allocate(size, dtype=codes.values.dtype)
+        size = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
+        self.panels = allocate(size, dtype=codes.storage)
         self.struct.panels = self.panels.data_ptr()
-        library().inflight_ops_pack(self.address, codes.values.data_ptr(), torch.get_num_threads())
+        codes.pack(self.address)
 
     def unpack(self) -> list[Tensor]:
         """The weights as they were given, or as their codes say."""
-        plain = torch.empty(self.out_features, self.in_features, dtype=self.panels.dtype)
-        library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
-        plain = Codes(plain, self.scales).dequantize().to(self.dtype)
+        codes = self.codes.unpacked(self.address, (self.out_features, self.in_features))
+        plain = codes.dequantize().to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
 
 

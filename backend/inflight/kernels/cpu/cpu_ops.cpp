@@ -67,9 +67,9 @@ void repack4(const Linear& linear, const PlainCodes4& plain, uint8_t* packed, in
           header[column] = plain.scales[feature * groups + group];
           header[kPanel + column] = plain.mins[feature * groups + group];
         }
-        for (int64_t i = 0; i < kInputGroup4; ++i) {
+        for (int64_t i = 0; i < kFineGroup; ++i) {
           uint8_t& byte = header[2 * kPanel + i / 4 * 2 * kPanel + column % (kPanel / 2) * 4 + i % 4];
-          uint8_t* code = plain.codes + feature * size + group * kInputGroup4 + i;
+          uint8_t* code = plain.codes + feature * size + group * kFineGroup + i;
           if (kUnpack) {
             if (feature < linear.out_features) *code = low ? byte & 15 : byte >> 4;
           } else {
@@ -130,7 +130,7 @@ void inflight_ops_choose_codes(const char* weights, int32_t dtype, int64_t featu
   team.run([&](bool) {
     thread_local Buffer buffer;
     auto* floats = reinterpret_cast<float*>(buffer.get(size * sizeof(float)));
-    const int64_t groups = size / kInputGroup4;
+    const int64_t groups = size / kFineGroup;
     team.each(features, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         kernels.to_floats(weights + i * size * element_size(dtype), dtype, 1.0f, floats, size);

@@ -9,7 +9,7 @@
 // regardless of the number of rows: a token's result is bitwise independent of its batch.
 //
 // Weights can be codes: unsigned integers, with scales.  Inputs are then quantized on the fly to signed bytes, with one
-// scale per row and group of kInputGroup inputs: a single outlier, which the inputs of trained models have, costs the precision
+// scale per row and group of inputs: a single outlier, which the inputs of trained models have, costs the precision
 // of its group only.  One instruction multiplies and adds signed by unsigned bytes.
 #pragma once
 
@@ -18,15 +18,16 @@
 namespace inflight {
 
 constexpr int kPanel = 32;
-// Inputs of a row that share a scale, by the bits of the weights' codes.  The last group can be shorter with eight.
+// Inputs of a row that share a scale.  The fine group costs a tenth of a product, and halves what inputs lose.
 constexpr int kInputGroup = 64;
-constexpr int kInputGroup4 = 32;
+constexpr int kFineGroup = 32;
 
 // A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
 // for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
 //
 // Codes of eight bits (dtype kCodes8) are the integers of a symmetric quantization plus 128, with a scale per feature.
-// Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kInputGroup4 inputs, which divides
+// Their inputs have groups of either size, of which the last can be shorter.
+// Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kFineGroup inputs, which divides
 // in_features: code * scale - minimum, each a byte times a number of the feature.  A panel has the bytes of each group in
 // front of its codes (cpu_codes.h).
 //
@@ -41,6 +42,7 @@ struct Linear {
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
+  int32_t input_group;  // codes: kInputGroup or kFineGroup
 
   bool has_codes() const { return dtype == kCodes8 || dtype == kCodes4; }
   int64_t depth() const { return has_codes() ? 4 : dtype == kBfloat16 ? 2 : 1; }
@@ -48,10 +50,9 @@ struct Linear {
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
-  int64_t group() const { return dtype == kCodes4 ? kInputGroup4 : kInputGroup; }
-  int64_t num_groups() const { return (in_features + group() - 1) / group(); }
+  int64_t num_groups() const { return (in_features + input_group - 1) / input_group; }
   int64_t panel_bytes() const {
-    if (dtype == kCodes4) return num_groups() * kPanel * (2 + kInputGroup4 / 2);
+    if (dtype == kCodes4) return num_groups() * kPanel * (2 + kFineGroup / 2);
     return in_features * kPanel * element_size(dtype);
   }
 };

@@ -21,7 +21,9 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
   switch (linear.dtype) {
     case kFloat32: return multiply_panels<Float32>(linear, x, first, last, result);
     case kFloat16: return multiply_panels<Float16>(linear, x, first, last, result);
-    case kCodes8: return multiply_code_panels<Codes8>(linear, x, first, last, result);
+    case kCodes8:
+      return linear.input_group == kInputGroup ? multiply_code_panels<Codes8<kInputGroup>>(linear, x, first, last, result)
+                                               : multiply_code_panels<Codes8<kFineGroup>>(linear, x, first, last, result);
     case kCodes4: return multiply_code_panels<Codes4>(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
@@ -104,7 +106,7 @@ void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& o
 template <class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
   if (out.group == kInputGroup) quantize_rows<kInputGroup>(x, rows, size, out);
-  else quantize_rows<kInputGroup4>(x, rows, size, out);
+  else quantize_rows<kFineGroup>(x, rows, size, out);
 }
 
 void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out) {

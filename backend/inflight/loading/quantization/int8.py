@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.kernels.cpu.weight_format import INT8, WeightFormat
+from inflight.kernels.cpu.weight_format import FINE_INT8, INT8, Formats
 from inflight.loading.quantization.plain import Plain
 
 __all__ = ["Int8"]
@@ -16,7 +16,7 @@ class Int8(Plain):
 
     name = "int8"
     tolerance = 0.25
-    cpu_format: WeightFormat = INT8
+    cpu_formats = Formats(INT8, FINE_INT8)
     needs_packing = True
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
