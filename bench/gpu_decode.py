@@ -32,6 +32,8 @@ _WARM_UP, _PROFILED = 4, 5
 # Rows of the batch -> the most that a step may take over its floor (H200, bfloat16).
 _TARGETS = {1: 1.3, 16: 1.3, 64: 1.3, 256: 1.4}
 _SMALL_MODEL_TARGETS = {64: 1.5}
+_INT4_TARGETS = {1: 1.6}
+_INT4_BYTES = 4.5 / 8  # of a weight that is quantised at load
 # From so many rows on, matrix products take longer than reading the weights: their own time and that of reading the
 # KV are the floor.  Below, reading the weights and the KV once is.
 _JUDGED_BY_PARTS = 256
@@ -145,6 +147,9 @@ def decode(run: Run) -> Iterator[dict[str, Any]]:
             continue
         for (config, batches, targets), spent in zip(sides, gemms):
             yield from _decode_rows(run, config, batches, mode, spent, {} if run.tiny else targets)
+    batches = shapes if run.tiny else [(rows, 1024) for rows in (1, 16, 64)]
+    mode = "eager" if run.device == "cpu" else "graphs"
+    yield from _decode_rows(run, large, batches, mode, gemms[0], {} if run.tiny else _INT4_TARGETS, "int4")
 
 
 def _gemms(run: Run, config: Any, batches: Sequence[int]) -> dict[int, float]:
@@ -163,12 +168,29 @@ def _gemm_rows(run: Run, config: Any, gemms: dict[int, float]) -> Iterator[dict[
 
 
 def _decode_rows(
-    run: Run, config: Any, shapes: list[tuple[int, int]], mode: str, gemms: dict[int, float], targets: dict[int, float]
+    run: Run,
+    config: Any,
+    shapes: list[tuple[int, int]],
+    mode: str,
+    gemms: dict[int, float],
+    targets: dict[int, float],
+    quantization: str | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one model; `targets` are by rows of the batch, and only for graphs."""
-    name, work = f"decode {words(config)}, {mode}", Work(config, 4 if run.tiny else 2)
+    """The rows of one model; `targets` are by rows of the batch, and only for graphs.
+
+    Args:
+        gemms: of plain weights.
+        quantization: "int4", or None.
+    """
+    stored = "" if quantization is None else f", {quantization}"
+    name = f"decode {words(config)}{stored}, {mode}"
+    work = Work(config, 4 if run.tiny else 2, None if quantization is None else _INT4_BYTES)
     longest = max(context for _, context in shapes) + _STEPS + _WARM_UP + _PROFILED
-    options = dict(max_num_seqs=max(rows for rows, _ in shapes), max_model_len=longest, enforce_eager=mode == "eager")
+    options: dict[str, Any] = dict(
+        max_num_seqs=max(rows for rows, _ in shapes), max_model_len=longest, enforce_eager=mode == "eager"
+    )
+    if quantization is not None:
+        options["quantization"] = quantization
     if run.tiny:
         options["num_gpu_blocks_override"] = 64
     shape = ""

@@ -66,10 +66,12 @@ class Work:
 
     Attributes:
         itemsize: bytes of a weight and of a number of KV.
+        layer_itemsize: bytes of a weight of the decoder layers, if they are fewer.
     """
 
     config: PreTrainedConfig
     itemsize: int
+    layer_itemsize: float | None = None
 
     @property
     def _shape(self) -> ModelShape:
@@ -87,7 +89,9 @@ class Work:
 
     def decode_bytes(self, rows: int, context: int) -> int:
         """Bytes that a decode step reads: each weight once, and the KV of every row."""
-        return self.weights * self.itemsize + rows * context * self.kv_bytes
+        of_layer = self.itemsize if self.layer_itemsize is None else self.layer_itemsize
+        weights = int(self._shape.layer_parameters * of_layer) + self._shape.head_parameters * self.itemsize
+        return weights + rows * context * self.kv_bytes
 
     def decode_flops(self, rows: int, context: int) -> int:
         return 2 * rows * self.weights + self._shape.attention_flops(rows * context)

@@ -20,6 +20,7 @@ import torch
 from gpu_experts import block_fp8_rows, expert_rows
 from gpu_experts import check_rows as expert_check_rows
 from gpu_few_rows import few_row_rows
+from gpu_int4 import int4_check_rows, int4_rows
 from gpu_rates import FLUSH_BYTES, copy_rate, seconds
 from torch import Tensor
 
@@ -345,9 +346,11 @@ def run(device: torch.device, quick: bool = False, rate: float | None = None) ->
         lambda: sampling_rows(device, quick, rate, seed),
         lambda: sampling_check_rows(device, quick, seed),
         lambda: expert_check_rows(device),
+        lambda: int4_check_rows(device),
         lambda: timed_rows(device, quick, rate),
         lambda: expert_rows(device, quick),
         lambda: block_fp8_rows(device, quick),
+        lambda: int4_rows(device, quick),
         lambda: few_row_rows(device, quick),
         lambda: check_rows(device, quick),
         lambda: quantized_check_rows(device),

@@ -63,6 +63,7 @@ LOADS = (
         {
             "launch-ahead": {"async_scheduling": True},
             "fp8 weights": {"quantization": "fp8"},
+            "int4 weights": {"quantization": "int4"},
             "fp8 KV": {"kv_cache_dtype": "fp8"},
             "2,048 tokens a step": {"max_num_batched_tokens": 2048},
         },

@@ -28,6 +28,7 @@ _SCALES = {"bytes/s": (1e9, "GB/s"), "FLOP/s": (1e12, "TFLOP/s")}
 _NOTES = {
     "over_flash": "{:.2f} x torch's flash",
     "over_torch": "{:.1f} x torch",
+    "over_fp8": "{:.1f} x fp8",
     "over_bytes": "{:.2f} x bytes",
     "over_parts": "{:.2f} x GEMMs and KV",
     "over_roofline": "{:.2f} x max(bytes, FLOPs)",

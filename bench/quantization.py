@@ -5,7 +5,7 @@
 
 Each format computes the text in windows of 1024 tokens.  Its distributions of the next token are compared with those in
 float32: perplexity, mean Kullback-Leibler divergence, and how often the most likely token is the same.  Numbers in fp8
-are those of a GPU, computed on the CPU (by the twins of the tests).
+and int4 are those of a GPU, computed on the CPU (by the twins of the tests).
 
 - smollm2: SmolLM2-135M-Instruct (`make smollm2`) on the help topics of `pydoc`, which come with every Python; another
   Python has another text, so the record says which.
@@ -32,6 +32,7 @@ from torch import Tensor
 sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
 
 from fp8_twins import fp8_twins
+from int4_layers import int4_twins
 
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
@@ -47,6 +48,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 KV": dict(kv_cache_dtype="fp8"),
     "fp8 weights": dict(quantization="fp8"),
     "fp8 weights and KV": dict(quantization="fp8", kv_cache_dtype="fp8"),
+    "int4 weights, GPU": dict(quantization="int4"),
 }
 WINDOW = 1024
 
@@ -88,7 +90,7 @@ def windows(folder: Path, text: str, tokens: int) -> list[list[int]]:
 def loaded(folder: Path, options: dict[str, Any]) -> LoadedModel:
     usual = {"model": str(folder), "device": "cpu", "dtype": "bfloat16"}
     usual |= {"kv_cache_memory": "64MiB", "max_model_len": WINDOW}
-    with fp8_twins():
+    with fp8_twins(), int4_twins():
         return load(EngineConfig.from_dict(usual | options))
 
 

@@ -233,9 +233,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             embeddings and gated MLPs with fused kernels, on merged projections.
         quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
             or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
-            inputs row by row: faster, and half the memory of bfloat16. "fp8" leaves embedding, head and experts as they
-            are. `None`: as loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is
-            stored, as vLLM's do, and are refused if it is stored in another way.
+            inputs row by row: faster, and half the memory of bfloat16. "int4" (on a GPU of compute capability 8.0 and
+            up, with dtype bfloat16 or float16) stores them in four bits with a scale and a min per 32 inputs, and
+            leaves inputs in 16 bits. "fp8" and "int4" leave embedding, head and experts as they are. `None`: as
+            loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is stored, as
+            vLLM's do, and are refused if it is stored in another way.
         max_replays: when the engine process dies, the next one continues its requests. A request fails when it is the
             only possible cause of more than this many deaths, with no token between them. 0: every request that ran
             when the engine died fails.
@@ -321,7 +323,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     otlp_traces_endpoint: str | None = None
     check_on_load: bool = True
     native_forward: bool = True
-    quantization: Literal["int8", "fp8", _Stored] | None = None
+    quantization: Literal["int8", "fp8", "int4", _Stored] | None = None
     max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
     engine_timeout: _Seconds = 60.0
     spare_engine: bool = True

@@ -30,7 +30,7 @@ def test_invalid_options_are_named() -> None:
         ({"model": "x", "dtype": "int4"}, "dtype='int4': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
         (
             {"model": "x", "quantization": "int3"},
-            "quantization='int3': .*must be one of 'int8', 'fp8', 'auto-round', 'awq', .*'gptq', 'mxfp4'$",
+            "quantization='int3': .*must be one of 'int8', 'fp8', 'int4', 'auto-round', 'awq', .*'gptq', 'mxfp4'$",
         ),
         ({"model": "x", "gpu_memory_utilization": 1.5}, "gpu_memory_utilization=1.5"),
         (

@@ -41,6 +41,11 @@ IN_MAKE_TEST: dict[str, dict[str, list[str]]] = {
         "test_greedy_output_equals_generate": ["gpt_oss"],
         "test_every_kind_of_request_is_as_without_graphs": ["0"],
     },
+    "test_gpu_int4.py": {
+        "test_products_are_those_of_the_codes": ["(72, 256, 16)-mins-torch.bfloat16"],
+        "test_a_row_has_the_same_bits_in_every_batch_of_up_to_64": ["(72, 256, 16)-mins"],
+        "test_the_engine_gives_the_tokens_of_the_twin": ["int4-eager", "gptq-eager", "awq-graphs"],
+    },
     "test_gpu_switches.py": {"test_greedy_output_equals_generate": ["split_k+launch_pdl-graphs"]},
 }
 

@@ -1,7 +1,7 @@
 """Makes the Triton language's interpreter round to bfloat16 and e4m3 as a GPU does (to nearest, ties to even), and
-multiply numbers in bfloat16.
+multiply and subtract numbers in bfloat16.
 
-As shipped (3.6 to 3.9) it truncates to bfloat16, multiplies the bits of bfloat16 as integers, and in e4m3 loses the
+As shipped (3.6 to 3.9) it truncates to bfloat16, computes with the bits of bfloat16 as integers, and in e4m3 loses the
 carry when a value rounds up to a power of two and reads NaN as 480.  Its conversions to wider types take long, too.
 """
 
@@ -25,15 +25,16 @@ def rounded_as_on_a_gpu() -> Iterator[None]:
     """Within the block."""
     from triton.runtime import interpreter
 
-    convert, multiply = _replacements()
-    products = patch.object(interpreter.InterpreterBuilder, "create_fmul", multiply)
-    with patch.object(interpreter, "_convert_float", convert), products:
+    convert, multiply, subtract = _replacements()
+    builder = interpreter.InterpreterBuilder
+    operations = patch.multiple(builder, create_fmul=multiply, create_fsub=subtract)
+    with patch.object(interpreter, "_convert_float", convert), operations:
         yield
 
 
 @functools.cache
-def _replacements() -> tuple[Any, Any]:
-    """Of `interpreter._convert_float` and `InterpreterBuilder.create_fmul`; the same functions each time."""
+def _replacements() -> tuple[Any, Any, Any]:
+    """Of `interpreter._convert_float`, and of create_fmul and create_fsub of the builder; the same ones each time."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -55,13 +56,19 @@ def _replacements() -> tuple[Any, Any]:
             return numbers.float().view(torch.uint32).numpy()
         return shipped(data, source, target, mode)
 
-    def multiply(builder: Any, lhs: Any, rhs: Any) -> Any:
+    def computed(builder: Any, lhs: Any, rhs: Any, by_numpy: Any, by_torch: Any) -> Any:
         if lhs.dtype.scalar != tl.bfloat16:
-            return builder.binary_op(lhs, rhs, np.multiply)
+            return builder.binary_op(lhs, rhs, by_numpy)
         numbers = [torch.from_numpy(np.array(operand.data)).view(torch.bfloat16) for operand in (lhs, rhs)]
-        return interpreter.TensorHandle((numbers[0] * numbers[1]).view(torch.uint16).numpy(), lhs.dtype.scalar)
+        return interpreter.TensorHandle(by_torch(*numbers).view(torch.uint16).numpy(), lhs.dtype.scalar)
 
-    return convert, multiply
+    def multiply(builder: Any, lhs: Any, rhs: Any) -> Any:
+        return computed(builder, lhs, rhs, np.multiply, torch.mul)
+
+    def subtract(builder: Any, lhs: Any, rhs: Any) -> Any:
+        return computed(builder, lhs, rhs, np.subtract, torch.sub)
+
+    return convert, multiply, subtract
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from inflight.kernels.gpu.launch import can_launch, interpreted, unavailable
 from inflight.ops.base import FusedOps
 from inflight.ops.block_fp8 import BlockFp8Ops
 from inflight.ops.experts import ExpertOps
+from inflight.ops.int4 import Int4Ops, ReferenceInt4
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference_sampling import ReferenceSampling
@@ -32,7 +33,16 @@ from inflight.sampling.reference_sampling import ReferenceSampling
 if TYPE_CHECKING:
     from inflight.kernel_config import KernelConfig
 
-__all__ = ["check_switches", "select_attention", "select_block_fp8", "select_experts", "select_ops", "select_sampling"]
+__all__ = [
+    "check_switches",
+    "no_int4",
+    "select_attention",
+    "select_block_fp8",
+    "select_experts",
+    "select_int4",
+    "select_ops",
+    "select_sampling",
+]
 _log = logging.getLogger(__name__)
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
@@ -161,6 +171,20 @@ def select_block_fp8() -> BlockFp8Ops:
     from inflight.kernels.gpu.gpu_block_fp8 import GpuBlockFp8  # needs the triton package
 
     return GpuBlockFp8()
+
+
+def no_int4() -> str | None:
+    """Why the GPU that there is has no kernels for weights in four bits; None if it has."""
+    return unavailable()
+
+
+def select_int4(device: torch.device) -> Int4Ops:
+    """The products with weights in four bits on `device`, for the layers of one model; torch's if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_int4 import GpuInt4  # needs the triton package
+
+        return GpuInt4()
+    return ReferenceInt4()
 
 
 def select_experts() -> ExpertOps:

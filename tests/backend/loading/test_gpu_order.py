@@ -25,12 +25,13 @@ from inflight.loading.checkpoint import kv_scales
 from inflight.loading.load_errors import LoadError
 from inflight.loading.profile_step import largest_step, largest_steps
 from inflight.loading.quantization.fp8_linear import Fp8Linear
+from inflight.loading.quantization.int4_linear import Int4Linear
 from inflight.runner.graphs import decode_sizes
 
 CPU = torch.device("cpu")
 MIB = 2**20
 OTHERS = 10 * MIB
-DTYPES = {None: "float32", "fp8": "bfloat16"}
+DTYPES = {None: "float32", "fp8": "bfloat16", "int4": "bfloat16"}
 FEW = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=64)
 
 
@@ -80,7 +81,7 @@ def busy_params(index: int) -> SamplingParams:
     return SamplingParams(max_tokens=8, ignore_eos=True, seed=index, **kinds[index % 3])
 
 
-@pytest.mark.parametrize("quantization", nightly_but([None], [None, "fp8"]))
+@pytest.mark.parametrize("quantization", nightly_but([None], [None, "fp8", "int4"]))
 def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: Card, quantization: str | None) -> None:
     core = gpu_core(checkpoint, gpu_memory_utilization=0.48, quantization=quantization, dtype=DTYPES[quantization])
     limit = 0.48 * card.allocator.total
@@ -209,6 +210,30 @@ def test_merged_weights_are_in_the_plan(
     assert memory.weights <= memory.used - memory.used_before < memory.weights + 4 * MIB
     logits = 512 * 4001 * 4
     assert logits < memory.step < 5 * logits
+
+
+def test_weights_in_four_bits_and_their_scratch_are_in_the_plan(
+    checkpoint: str, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scratch is there before the pool is sized, for the merged layers, and no step replaces it."""
+    seen = []
+    plan_on_gpu = loader.plan_on_gpu
+    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    limits = dict(max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
+    core = gpu_core(checkpoint, quantization="int4", dtype="bfloat16", check_on_load=False, **limits)
+    (memory,) = seen
+    attention = core.runner.model.model.layers[0].self_attn
+    ops, codes = attention.q_proj._ops, attention.q_proj.codes
+    assert codes.untyped_storage().nbytes() == 64 * 16, "query, key and value of 32 inputs in one"
+    scratch = [ops._plain.data_ptr(), ops._sums.data_ptr()]
+    assert ops._plain.numel() == 96 * 32, "gate and up in one"
+    bfloat16 = sum(parameter.nbytes for parameter in core.runner.model.parameters())
+    layers = [module for module in core.runner.model.modules() if isinstance(module, Int4Linear)]
+    packed = sum(buffer.nbytes for layer in layers for buffer in layer.buffers())
+    assert bfloat16 + packed <= memory.weights < bfloat16 + packed + 1000
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    run(core, [[5, 6, 7] * 24, [3]], [params] * 2)
+    assert [ops._plain.data_ptr(), ops._sums.data_ptr()] == scratch
 
 
 def test_the_check_runs_again_on_the_real_pool(checkpoint: str, card: Card, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ gpu_flash3.py              `AttentionBackend` by FlashAttention-3 for batches wi
 gpu_varlen.py              the same by torch's `varlen_attn` for steps of whole prompts
 gpu_ops.py                 `FusedOps`
 gpu_split_k.py             linear layers for steps of a few tokens
+gpu_int4.py                linear layers with weights in four bits
 gpu_pdl.py                 kernels that start before the one before them has ended
 gpu_sampler.py             the choice of tokens; with gpu_math.py, gpu_penalties.py
 """

@@ -29,6 +29,7 @@ from inflight.loading.checkpoint.gptq_format import GptqFormat
 from inflight.loading.checkpoint.tensor_files import TensorFiles, headers_of
 from inflight.loading.checkpoint.weights import pretrained
 from inflight.loading.load_errors import LoadError
+from inflight.loading.quantization.int4_linear import Int4Codes, stays_in_codes
 from inflight.loading.quantization.packing import Format, Header
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.quantization.stored_linear import StoredLinear, layer_of
@@ -70,22 +71,38 @@ def load_stored(
     plainly = msgspec.structs.replace(config, quantization=None)
     asked = _AsStored(stored_as)
     model = pretrained(plainly, plain, dtype, torch.device("cpu"), stored_as.elsewhere, quantization_config=asked)
+    kept = None
+    if stays_in_codes(config.quantization, device, dtype):
+        kept = Int4Codes(dtype, device, config.check_on_load)
     try:
-        _place(model, TensorFiles(config.model, config.revision), dtype)
+        dequantised = _place(model, TensorFiles(config.model, config.revision), dtype, kept)
     except LoadError as error:
         raise LoadError(f"{where}: {error}") from error
-    _log.info("the %s weights of %s are dequantised to %s", method, config.model, str(dtype).removeprefix("torch."))
+    if kept is not None and kept.count:
+        _log.info("%d linear layers of %s stay in the four bits of %s", kept.count, config.model, method)
+    if dequantised:
+        name = str(dtype).removeprefix("torch.")
+        _log.info("the %s weights of %d layers of %s are dequantised to %s", method, dequantised, config.model, name)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
 
 
-def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype) -> None:
-    """Replace each `StoredLinear` by the layer that computes its products."""
+def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4Codes | None) -> int:
+    """Replace each `StoredLinear` by the layer that computes its products; returns how many are dequantised.
+
+    Args:
+        kept: makes the layers that keep their codes; None if none does.
+    """
+    dequantised = 0
     for name in [name for name, module in model.named_modules() if isinstance(module, StoredLinear)]:
         stored = model.get_submodule(name)
         assert isinstance(stored, StoredLinear)
         found = files.read(stored.elsewhere.values())
         stored.further = {tensor: found[whole] for tensor, whole in stored.elsewhere.items()}
-        model.set_submodule(name, layer_of(stored.coded(), stored.own_bias(), dtype))
+        weight, bias = stored.coded(), stored.own_bias()
+        made = None if kept is None else kept.layer(weight, bias, name)
+        dequantised += made is None
+        model.set_submodule(name, layer_of(weight, bias, dtype) if made is None else made)
+    return dequantised
 
 
 @register_quantization_config(_METHOD)

@@ -26,7 +26,7 @@ from inflight.hub import snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
-from inflight.loading.quantization import fp8_linear
+from inflight.loading.quantization import fp8_linear, int4_linear
 from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
 from inflight.loading.quantization.mxfp4_experts import stays_packed
 from inflight.loading.quantization.schemes import scheme_of
@@ -40,6 +40,7 @@ _IGNORED = re.compile(
     r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
 _CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
+_PACKED, _SCALES = ("qweight", "weight_packed"), ("scales", "weight_scale")  # of codes in int32
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
 
@@ -61,9 +62,10 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     if config.load_format == "dummy" or any(_CODES.search(name) for name in _stored(config)):
         model = _from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
+        need -= _saved_by_codes(config, model, dtype, device)
     else:
         need = sum(_num_weights(stored) for stored in _stored(config).values()) * dtype.itemsize
-        need -= _saved_by_fp8(config, hf_config, dtype, device) + _saved_by_mxfp4(config, dtype)
+        need -= _saved_by_scheme(config, hf_config, dtype, device) + _saved_by_mxfp4(config, dtype)
     free = available_memory(device)
     if need > free:
         raise LoadError(
@@ -72,16 +74,32 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
         )
 
 
-def _saved_by_fp8(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that weights take less in fp8 than in `dtype`: those stored so, or quantised on the way to `device`."""
-    values = fp8_scheme.quantization(hf_config) or {}
-    why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
-    if why is not None and not stays_in_blocks(config, fp8_scheme.block_size(values), dtype):
+def _saved_by_codes(config: EngineConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that codes of four bits take less, where they are kept, than the parameters of `model` in their place."""
+    if not int4_linear.stays_in_codes(config.quantization, device, dtype):
         return 0
-    sizes = [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]
-    if sizes:
-        return sum(sizes) * (dtype.itemsize - 1)
-    scheme = scheme_of(config)
+    stored, saved = _stored(config), 0
+    plain = {name.removeprefix(f"{model.base_model_prefix}."): part for name, part in model.named_parameters()}
+    for name, codes in stored.items():
+        layer, _, kind = name.rpartition(".")
+        weight = plain.get(f"{layer.removeprefix(f'{model.base_model_prefix}.')}.weight")
+        if kind not in _PACKED or weight is None or 8 * prod(codes.shape) != weight.numel():
+            continue  # nothing of this model, or codes of eight bits
+        found = [stored[f"{layer}.{scale}"] for scale in _SCALES if f"{layer}.{scale}" in stored]
+        scales = prod(found[0].shape) if found else 0
+        num_outputs, num_inputs = weight.shape
+        if scales >= num_outputs and int4_linear.fits(num_inputs, num_outputs * num_inputs // scales):
+            saved += weight.nbytes - weight.numel() // 2 - 3 * scales  # with zero points in bytes
+    return saved
+
+
+def _saved_by_scheme(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:
+    """Bytes that weights take less than in `dtype`: those stored in fp8, or quantised on the way to `device`."""
+    values, scheme = fp8_scheme.quantization(hf_config) or {}, scheme_of(config)
+    if sizes := [prod(stored.shape) for stored in _stored(config).values() if stored.code == "F8_E4M3"]:
+        why = fp8_linear.unsupported(device, dtype) or fp8_scheme.unquantised_inputs(values)
+        is_kept = why is None or stays_in_blocks(config, fp8_scheme.block_size(values), dtype)
+        return sum(sizes) * (dtype.itemsize - 1) if is_kept else 0
     return scheme.bytes_saved(lambda: _from_config(config, hf_config, dtype, torch.device("meta")), hf_config, dtype)
 
 

@@ -177,13 +177,19 @@ def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, ver
     return model.to(device)
 
 
-def replace_linears(model: nn.Module, names: Iterable[str], make: Callable[[nn.Linear, str], nn.Module]) -> None:
-    """Put `make(linear, name)` in the place of each layer, one by one; the layer is freed before the next is made."""
+def replace_linears(
+    model: nn.Module, names: Iterable[str], make: Callable[[nn.Linear, str], nn.Module], stored_as: str = "fp8"
+) -> None:
+    """Put `make(linear, name)` in the place of each layer, one by one; the layer is freed before the next is made.
+
+    Args:
+        stored_as: for the log.
+    """
     count = 0
     for name in names:
         model.set_submodule(name, make(model.get_submodule(name), name))  # type: ignore[arg-type]
         count += 1
-    _log.info("%d linear layers of %s are in fp8", count, type(model).__name__)
+    _log.info("%d linear layers of %s are in %s", count, type(model).__name__, stored_as)
 
 
 def concatenated(parts: Sequence[nn.Module], name: str) -> Tensor:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from inflight.config import STORED, EngineConfig
 from inflight.loading.quantization.base import Scheme
 from inflight.loading.quantization.fp8 import Fp8
+from inflight.loading.quantization.int4 import Int4
 from inflight.loading.quantization.int8 import Int8
 from inflight.loading.quantization.plain import Plain
 
 __all__ = ["scheme_of"]
 
-_SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8()}
+_SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(), "int4": Int4()}
 
 
 def scheme_of(config: EngineConfig) -> Scheme:

@@ -1,4 +1,4 @@
-"""Linear layers as fused operations take them: plain or in fp8, one by one or merged."""
+"""Linear layers as fused operations take them: plain, in fp8 or in four bits, one by one or merged."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from inflight.loading.load_errors import NotRecognised
 from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear
 from inflight.loading.quantization.fp8_linear import Fp8Linear
+from inflight.loading.quantization.int4_linear import Int4Linear, can_merge
 from inflight.ops.base import QuantizedRows
 
 __all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
 
-Linear = nn.Linear | Fp8Linear | BlockFp8Linear
+Linear = nn.Linear | Fp8Linear | BlockFp8Linear | Int4Linear
 
 
 def is_linear(module: object) -> bool:
     """Whether it computes what its class does; subclasses may add to it."""
-    return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear)
+    return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear)
 
 
 def takes_quantized(linear: Linear) -> bool:
@@ -31,8 +32,10 @@ def takes_quantized(linear: Linear) -> bool:
 
 def result_like(linear: Linear) -> Tensor:
     """An empty tensor on the layer's device, in the dtype of its inputs and results."""
-    weight = linear.weight
-    return weight.new_empty(0, dtype=weight.dtype if isinstance(linear, nn.Linear) else linear.dtype)
+    if isinstance(linear, nn.Linear):
+        return linear.weight.new_empty(0)
+    stored = linear.codes if isinstance(linear, Int4Linear) else linear.weight
+    return stored.new_empty(0, dtype=linear.dtype)
 
 
 @dataclass
@@ -41,7 +44,7 @@ class Projection:
 
     Attributes:
         weight, bias: those of all layers, once they are merged and if they are plain.
-        fp8, block_fp8: all layers in one, once they are merged and if they are in fp8.
+        fp8, block_fp8, int4: all layers in one, once they are merged and if they are in fp8 or in four bits.
     """
 
     linears: Sequence[Linear]
@@ -49,6 +52,7 @@ class Projection:
     bias: Tensor | None = None
     fp8: Fp8Linear | None = None
     block_fp8: BlockFp8Linear | None = None
+    int4: Int4Linear | None = None
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
@@ -56,6 +60,8 @@ class Projection:
             return self.fp8(x)
         if isinstance(x, Tensor) and self.block_fp8 is not None:
             return self.block_fp8(x)
+        if isinstance(x, Tensor) and self.int4 is not None:
+            return self.int4(x)
         if isinstance(x, Tensor) and self.weight is not None:
             return F.linear(x, self.weight, self.bias)
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
@@ -73,7 +79,7 @@ class Projection:
         """Compute all layers in one product; their parameters become views of the merged ones.
 
         Raises:
-            NotRecognised: some layers only have a bias or are in fp8, or dtypes differ.
+            NotRecognised: some layers only have a bias or are in fp8 or four bits, or dtypes differ.
         """
         first = self.linears[0]
         if len({(result_like(linear).dtype, type(linear), linear.bias is None) for linear in self.linears}) > 1:
@@ -84,7 +90,10 @@ class Projection:
         if isinstance(first, BlockFp8Linear):
             self._merge_blocks(self.linears)  # type: ignore[arg-type]
             return
-        self.weight = _merged([linear.weight for linear in self.linears])
+        if isinstance(first, Int4Linear):
+            self._merge_int4(self.linears)  # type: ignore[arg-type]
+            return
+        self.weight = _merged([linear.weight for linear in self.linears])  # type: ignore[misc]
         self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])  # type: ignore[misc]
 
     def _merge_blocks(self, linears: Sequence[BlockFp8Linear]) -> None:
@@ -93,6 +102,13 @@ class Projection:
             self.block_fp8 = linears[0]
         elif not any(linear.out_features % linear.block[0] for linear in linears[:-1]):
             self.block_fp8 = BlockFp8Linear.merged(linears)
+
+    def _merge_int4(self, linears: Sequence[Int4Linear]) -> None:
+        """Layers that read their inputs in other orders, or have other groups, stay single."""
+        if len(linears) == 1:
+            self.int4 = linears[0]
+        elif can_merge(linears):
+            self.int4 = Int4Linear.merged(linears)
 
 
 def _merged(parts: list[Tensor]) -> Tensor:
