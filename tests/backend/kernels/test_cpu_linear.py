@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from inflight.kernel_config import KernelConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.weight_format import INT8, MAX_INT8_INPUTS
-from inflight.loading.forward.acceleration import CannotQuantize, accelerate
-from inflight.loading.quantization.int8 import Int8
+from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, INT8, Codes4, Int8Format, Values, WeightFormat
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -23,6 +22,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # in_features, out_features: whole panels, part of a panel, and odd sizes.
 SIZES = [(64, 96), (32, 16), (38, 7), (130, 75), (16, 32)]
 ROWS = [1, 2, 3, 5, 12, 13, 31, 100]
+FORMATS = {"int8": INT8, "fine int8": FINE_INT8, "int4": INT4}
+in_every_format = pytest.mark.parametrize("stored_as", FORMATS.values(), ids=FORMATS)
 
 
 @pytest.fixture(params=ISAS)
@@ -140,49 +141,86 @@ def test_unsupported_weights_are_rejected_by_name(weight: Tensor, reason: str) -
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gated", [False, True])
-def test_int8_rounds_weights_and_inputs_to_nearest(isa: str, dtype: torch.dtype, gated: bool) -> None:
-    weights = [random(75, 68, dtype=dtype, seed=seed) for seed in (1, 2)]
-    bias = random(75, dtype=dtype, seed=3)
-    packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=INT8)
-    for rows in (1, 7, 40):
-        x = 3 * random(rows, 68, dtype=dtype, seed=rows)
-        parts = [F.linear(quantized(x), quantized(weight)) for weight in weights]
-        parts[0] += bias.double()
-        expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
-        assert_close(linear(x, packed), expected)
+@pytest.mark.parametrize("stored_as", [INT8, FINE_INT8], ids=["int8", "fine int8"])
+def test_int8_rounds_weights_and_inputs_to_nearest(
+    isa: str, dtype: torch.dtype, gated: bool, stored_as: Int8Format
+) -> None:
+    """Whole groups of inputs, part of one, and one with a single step; an outlier costs the precision of its group."""
+    for size in (64, 68, 192, 36):
+        weights = [random(75, size, dtype=dtype, seed=seed) for seed in (1, 2)]
+        bias = random(75, dtype=dtype, seed=3)
+        packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=stored_as)
+        for rows in (1, 7, 40):
+            x = 3 * random(rows, size, dtype=dtype, seed=rows)
+            x[:, 5] *= 10
+            parts = [F.linear(quantized(x, stored_as.input_group), quantized(weight, size)) for weight in weights]
+            parts[0] += bias.double()
+            expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
+            assert_close(linear(x, packed), expected)
 
 
-def quantized(rows: Tensor) -> Tensor:
-    """The rows rounded to 127 levels on either side of zero, as float64."""
-    scale = (rows.float().abs().amax(1, keepdim=True) / 127).double()
-    return (rows.double() / scale).round() * scale
+def quantized(rows: Tensor, group: int) -> Tensor:
+    """The rows rounded to 127 levels on either side of zero, with a scale per group of elements, as float64."""
+    parts = []
+    for part in rows.split(group, dim=1):
+        scale = (part.float().abs().amax(1, keepdim=True) / 127).double()
+        parts.append((part.double() / scale).round() * scale)
+    return torch.cat(parts, dim=1)
 
 
-def test_a_row_is_bitwise_independent_of_other_rows_in_int8(isa: str) -> None:
-    packed = PackedWeight([random(50, 64, dtype=torch.float32)], stored_as=INT8)
-    x = random(40, 64, dtype=torch.float32, seed=1)
-    assert torch.equal(linear(x[9:10], packed), linear(x, packed)[9:10])
+@given(case=st.data())
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+def test_products_of_codes_are_sums_of_exact_integers(isa: str, case: st.DataObject) -> None:
+    """Inputs and weights that eight bits hold exactly, up to the largest bytes."""
+    size, outputs, rows = (
+        case.draw(st.integers(1, 80)) * 4,
+        case.draw(st.integers(1, 70)),
+        case.draw(st.integers(1, 30)),
+    )
+    generator = torch.Generator().manual_seed(case.draw(st.integers(0, 2**16)))
+    largest = torch.tensor([-127.0, 127.0])
+    x, weight = (torch.randint(-127, 128, (n, size), generator=generator).float() for n in (rows, outputs))
+    if case.draw(st.booleans()):
+        x, weight = (largest[torch.randint(0, 2, tensor.shape, generator=generator)] for tensor in (x, weight))
+    x[:, ::4], weight[:, :1] = 127.0, -127.0
+    scales = 2.0 ** torch.randint(-3, 4, (rows, 1), generator=generator)
+    assert torch.equal(linear(x * scales, PackedWeight([weight], stored_as=INT8)), x @ weight.T * scales)
 
 
-def test_rows_of_zeros_stay_zero_in_int8() -> None:
-    packed = PackedWeight([torch.zeros(8, 8)], stored_as=INT8)
-    assert linear(torch.ones(2, 8), packed).tolist() == [[0.0] * 8] * 2
-    assert linear(torch.zeros(2, 8), PackedWeight([torch.ones(8, 8)], stored_as=INT8)).tolist() == [[0.0] * 8] * 2
+@in_every_format
+def test_a_row_is_bitwise_independent_of_other_rows_in_codes(isa: str, stored_as: WeightFormat) -> None:
+    packed = PackedWeight([random(50, 160, dtype=torch.float32)], stored_as=stored_as)
+    x = random(200, 160, dtype=torch.float32, seed=1)
+    whole = linear(x, packed)
+    for first, last in [(9, 10), (0, 3), (150, 167), (100, 200)]:
+        assert torch.equal(linear(x[first:last], packed), whole[first:last])
+    torch.set_num_threads(2)
+    assert torch.equal(linear(x, packed), whole)
+
+
+@in_every_format
+def test_rows_of_zeros_stay_zero_in_codes(stored_as: WeightFormat) -> None:
+    zeros, ones = torch.zeros(8, 32), torch.ones(8, 32)
+    assert linear(ones[:2], PackedWeight([zeros], stored_as=stored_as)).tolist() == [[0.0] * 8] * 2
+    assert linear(zeros[:2], PackedWeight([ones], stored_as=stored_as)).tolist() == [[0.0] * 8] * 2
 
 
 def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
     weight = random(8, 6, dtype=torch.float32)
     packed = PackedWeight([weight], stored_as=INT8)
-    assert packed.scales is None
+    assert isinstance(packed.codes, Values)
     assert torch.equal(packed.unpack()[0], weight)
 
 
 @pytest.mark.parametrize("value", [float("nan"), -float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("place", [0, 37, 129])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_that_is_not_finite_stays_so_in_int8(isa: str, dtype: torch.dtype, place: int, value: float) -> None:
-    weight = PackedWeight([random(75, 132, dtype=dtype)], stored_as=INT8)
-    x = random(3, 132, dtype=dtype, seed=1)
+@in_every_format
+def test_a_row_that_is_not_finite_stays_so_in_codes(
+    isa: str, dtype: torch.dtype, place: int, value: float, stored_as: WeightFormat
+) -> None:
+    weight = PackedWeight([random(75, 160, dtype=dtype)], stored_as=stored_as)
+    x = random(3, 160, dtype=dtype, seed=1)
     expected = linear(x, weight)
     x[1, place] = value
     result = linear(x, weight)
@@ -190,27 +228,103 @@ def test_a_row_that_is_not_finite_stays_so_in_int8(isa: str, dtype: torch.dtype,
     assert torch.equal(result[[0, 2]], expected[[0, 2]])
 
 
-def test_a_weight_that_is_nan_stays_so_in_int8(isa: str) -> None:
+@in_every_format
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_weight_that_is_not_finite_stays_so_in_codes(isa: str, stored_as: WeightFormat, value: float) -> None:
     plain = random(5, 64, dtype=torch.float32)
-    plain[2, 7] = float("nan")
-    result = linear(random(3, 64, dtype=torch.float32, seed=1), PackedWeight([plain], stored_as=INT8))
-    assert result.isnan().sum(0).tolist() == [0, 0, 3, 0, 0]
+    plain[2, 7] = value
+    result = linear(random(3, 64, dtype=torch.float32, seed=1), PackedWeight([plain], stored_as=stored_as))
+    assert (~result.isfinite()).sum(0).tolist() == [0, 0, 3, 0, 0]
 
 
-def test_the_longest_int8_products_do_not_overflow(isa: str) -> None:
-    """All bytes are 127 or -127, so that the sums are as large as they get."""
-    size = MAX_INT8_INPUTS // 4 * 4
-    assert size * 127**2 < 2**31 <= (size + 4) * 127**2
+def test_long_int8_products_do_not_overflow(isa: str) -> None:
+    """Sums of integers are as long as a group of inputs, whatever the size of the layer."""
+    size = 2**18
     weight = torch.ones(2, size)
     weight[1] = -1.0
     result = linear(torch.stack([torch.ones(size), -torch.ones(size)]), PackedWeight([weight], stored_as=INT8))
     assert torch.allclose(result, torch.tensor([[1.0, -1.0], [-1.0, 1.0]]) * size, rtol=1e-6)
 
 
-def test_longer_int8_products_are_refused_by_name() -> None:
-    size = MAX_INT8_INPUTS + 4
-    with pytest.raises(ValueError, match=f"{size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        PackedWeight([torch.zeros(1, size)], stored_as=INT8)
-    model = torch.nn.Sequential(torch.nn.Linear(size, 1, bias=False))
-    with pytest.raises(CannotQuantize, match=f"0 has {size} inputs, and sums of more than {MAX_INT8_INPUTS} products"):
-        accelerate(model, torch.device("cpu"), lambda forward: True, 256, Int8(), KernelConfig())
+def test_numbers_too_small_to_quantize_are_zero(isa: str) -> None:
+    packed = PackedWeight([torch.ones(1, 128)], stored_as=INT8)
+    x = torch.full((3, 128), 1e-38)
+    x[1, :64], x[2] = 1.0, 0.0
+    assert linear(x, packed).flatten().tolist() == pytest.approx([0.0, 64.0, 0.0], abs=1e-30)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("gated", [False, True])
+def test_int4_multiplies_what_its_codes_stand_for(isa: str, dtype: torch.dtype, gated: bool) -> None:
+    for size in (32, 64, 224):
+        weights = [random(75, size, dtype=dtype, seed=seed) for seed in (1, 2)]
+        codes = [INT4.encode(weight).dequantize().double() for weight in weights]
+        bias = random(75, dtype=dtype, seed=3)
+        packed = PackedWeight(weights, [bias, None], gated=gated, stored_as=INT4)
+        for rows in (1, 7, 40):
+            x = 3 * random(rows, size, dtype=dtype, seed=rows)
+            x[:, 5] *= 10
+            parts = [F.linear(quantized(x, 32), weight) for weight in codes]
+            parts[0] += bias.double()
+            expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
+            assert_close(linear(x, packed), expected)
+
+
+@given(case=st.data())
+@settings(max_examples=40, deadline=None)
+def test_unpacking_restores_codes_of_four_bits(case: st.DataObject) -> None:
+    """All that a file could hold, not just what `encode` chooses."""
+    outputs, groups = 2 * case.draw(st.integers(1, 40)), case.draw(st.integers(1, 4))
+    generator = torch.Generator().manual_seed(case.draw(st.integers(0, 2**16)))
+    codes = Codes4.empty(outputs, 32 * groups)
+    codes.values.random_(0, 16, generator=generator)
+    codes.group_scales.random_(0, 256, generator=generator)
+    codes.group_mins.random_(0, 256, generator=generator)
+    codes.scales.uniform_(0, 1, generator=generator)
+    codes.mins.uniform_(0, 1, generator=generator)
+
+    class Stored:
+        def encode(self, weight: Tensor) -> Codes4:
+            return codes
+
+    packed = PackedWeight([torch.empty(outputs, 32 * groups)], gated=case.draw(st.booleans()), stored_as=Stored())
+    found = packed.codes.unpacked(packed.address, (outputs, 32 * groups))
+    assert isinstance(found, Codes4)
+    for name in ("values", "group_scales", "group_mins", "scales", "mins"):
+        assert torch.equal(getattr(found, name), getattr(codes, name)), name
+
+
+def test_int4_chooses_better_codes_than_rounding_between_the_extremes() -> None:
+    weight = random(64, 512, dtype=torch.float32)
+    groups = weight.view(64, 16, 32).double()
+    low = groups.amin(2, keepdim=True)
+    step = (groups.amax(2, keepdim=True) - low) / 15
+    rounded = ((groups - low) / step).round() * step + low
+    error = (INT4.encode(weight).dequantize() - weight).double().square().sum()
+    assert error < 0.85 * (rounded - groups).square().sum()
+
+
+@pytest.mark.parametrize(
+    "group",
+    [
+        torch.linspace(0.0, 15.0, 32).round(),
+        -torch.linspace(0.0, 15.0, 32).round(),
+        torch.full((32,), 3.0),
+        torch.full((32,), -3.0),
+        torch.tensor([1e-20] * 31 + [1e10]),
+        torch.tensor([0.0] * 31 + [-7.0]),
+    ],
+    ids=["positive", "negative", "constant", "negative constant", "huge", "one"],
+)
+def test_int4_keeps_groups_of_every_kind(group: Tensor) -> None:
+    """A range that does not reach zero has no code of its own: the minimum is never below zero."""
+    found = INT4.encode(group[None]).dequantize()[0]
+    assert (found - group).abs().max() <= group.abs().max() / 128
+
+
+def test_int4_falls_back_to_eight_bits_unless_32_divides_the_input_features() -> None:
+    weight = random(8, 36, dtype=torch.float32)
+    x = random(3, 36, dtype=torch.float32, seed=1)
+    assert torch.equal(
+        linear(x, PackedWeight([weight], stored_as=INT4)), linear(x, PackedWeight([weight], stored_as=INT8))
+    )

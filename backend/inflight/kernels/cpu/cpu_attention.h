@@ -19,9 +19,10 @@ constexpr int kChunk = 512;
 constexpr int kRowsPerItem = 36;  // query rows (tokens x query heads per KV head) that share a pass over the keys
 constexpr int kRowsOfHeads = 64;  // the same, over all heads of an item with more than one
 
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3 };  // kInt8: KV pools only
+// kInt8: KV pools only; kCodes8 and kCodes4: weights only.
+enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3, kCodes8 = 4, kCodes4 = 5 };
 
-inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : dtype == kInt8 ? 1 : 2; }
+inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : dtype == kInt8 || dtype == kCodes8 ? 1 : 2; }
 
 // One layer.  The pool is divided into *panels*: the keys of a few consecutive slots of one KV head,
 // followed by their values; the panels of all heads for the same slots are adjacent.  If block_size is

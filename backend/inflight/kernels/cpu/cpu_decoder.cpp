@@ -35,26 +35,28 @@ void each(Team* team, int64_t count, Function function) {
 struct Scratch {
   char* normed;  // [rows, hidden_size] activations
   char* middle;  // [rows, results of gate_up] activations
-  char* bytes;   // the operand of int8 weights: rows of bytes, then their scales
+  char* bytes;   // the operand of weights in codes: rows of bytes, then their groups
   bool alone;    // normed and bytes are per thread, with the same contents on all
 };
 
 void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, const Scratch& scratch) {
-  if (linear.dtype == kInt8) {
+  if (linear.has_codes()) {
     const int64_t size = linear.in_features, element = element_size(result.dtype);
-    auto* quantized = reinterpret_cast<uint8_t*>(scratch.bytes);
-    auto* scales = reinterpret_cast<float*>(scratch.bytes + padded(x.rows * size, 64));
+    auto* bytes = reinterpret_cast<int8_t*>(scratch.bytes);
+    auto* groups = reinterpret_cast<GroupSums*>(scratch.bytes + padded(x.rows * size, 64));
     each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
-      ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size,
-                             quantized + first * size, scales + first);
+      const Quantized to = {bytes + first * size, groups + first, x.rows, linear.input_group};
+      ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size, to);
     });
-    x = {scratch.bytes, size, x.rows, scales};
+    x = {scratch.bytes, size, x.rows, groups};
   }
   each(team, linear.num_panels(),
        [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
 }
 
-int64_t quantized_bytes(int64_t rows, int64_t size) { return padded(rows * size, 64) + rows * int64_t(sizeof(float)); }
+int64_t quantized_bytes(int64_t rows, int64_t size) {
+  return padded(rows * size, 64) + rows * ((size + kFineGroup - 1) / kFineGroup) * int64_t(sizeof(GroupSums));
+}
 
 class Arena {
  public:
@@ -181,7 +183,7 @@ class Pass {
   void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
     norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch);
     char* qkv = qkv_ + begin * width_ * element_;
-    multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin, nullptr},
+    multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin},
              {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch);
     const int64_t half = decoder_.rotary_size / 2;
     const Layer& attention = *layer.attention;
@@ -210,11 +212,11 @@ class Pass {
     float* hidden = stream.hidden + begin * size;
     const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor, dtype_};
     const char* attended = stream.attended + begin * out_width_ * element_;
-    multiply(team, layer.output, {attended, out_width_, rows, nullptr}, residual, scratch);
+    multiply(team, layer.output, {attended, out_width_, rows}, residual, scratch);
     norm(team, layer.post_norm, hidden, rows, scratch);
-    multiply(team, layer.gate_up, {scratch.normed, size, rows, nullptr},
+    multiply(team, layer.gate_up, {scratch.normed, size, rows},
              {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch);
-    multiply(team, layer.down, {scratch.middle, middle_width_, rows, nullptr}, residual, scratch);
+    multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual, scratch);
   }
 
   // The rest of the last layer, and the logits, for the requested tokens only.
@@ -233,7 +235,7 @@ class Pass {
       after_attention(team, decoder_.layers[decoder_.num_layers - 1], selected, scratch, begin, end);
       norm(team, decoder_.final_norm, selected.hidden + begin * size, end - begin, scratch);
       char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
-      multiply(team, decoder_.head, {scratch.normed, size, end - begin, nullptr},
+      multiply(team, decoder_.head, {scratch.normed, size, end - begin},
                {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch);
     });
   }
@@ -256,7 +258,7 @@ class Pass {
 void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype, char* out, int threads) {
   const OpsKernels& kernels = ops_kernels();
   const int64_t size = linear.in_features, results = linear.num_results();
-  const int32_t activations = linear.dtype == kInt8 ? kFloat32 : kernels.activation_dtype(linear.dtype);
+  const int32_t activations = linear.has_codes() ? kFloat32 : kernels.activation_dtype(linear.dtype);
   const bool converts = activations != dtype;
   thread_local Buffer buffer;
   Arena arena(buffer.get(quantized_bytes(rows, size) + (converts ? rows * (size + results) * sizeof(float) : 0) + 192));
@@ -270,7 +272,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
   Team team(threads);
   team.run([&](bool) {
     if (rows <= kChunkRows * team.size()) {
-      multiply(&team, linear, {x, size, rows, nullptr}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
+      multiply(&team, linear, {x, size, rows}, {Into::kActivations, to, results, 1.0f, activations}, scratch);
       return;
     }
     thread_local Buffer local;
@@ -279,7 +281,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
     team.each(chunks, [&](int64_t first, int64_t last) {
       for (int64_t chunk = first; chunk < last; ++chunk) {
         const int64_t begin = rows * chunk / chunks, end = rows * (chunk + 1) / chunks;
-        multiply(nullptr, linear, {x + begin * size * element, size, end - begin, nullptr},
+        multiply(nullptr, linear, {x + begin * size * element, size, end - begin},
                  {Into::kActivations, to + begin * results * element, results, 1.0f, activations}, alone);
       }
     });

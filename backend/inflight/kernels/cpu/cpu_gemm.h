@@ -11,35 +11,6 @@ constexpr int kPanelVectors = kPanel / kLanes;
 // 24 accumulators out of AVX-512's 32 registers, 12 out of 16 otherwise (portable build: 8).
 constexpr int kMaxRows = kLanes == 16 ? 12 : kLanes == 8 ? 3 : 1;
 
-// Bytes of activations (biased by 128) times bytes of weights; sums are integers, stored in the bits of a Vec.  They
-// may wrap around, since the differences to the bias's contribution fit (MAX_INT8_INPUTS in weight_format.py).
-struct Bytes {
-  using Elem = uint8_t;
-  using Left = IntVec;
-  using Right = IntVec;
-  static constexpr int kDepth = 4;
-  static constexpr int kLaneBytes = 4;
-  static INFLIGHT_INLINE Left broadcast(const uint8_t* a) {
-    int32_t four;
-    __builtin_memcpy(&four, a, 4);
-    return four - IntVec{};
-  }
-  static INFLIGHT_INLINE Right right(const char* b) {
-    IntVec result;
-    __builtin_memcpy(&result, b, sizeof result);
-    return result;
-  }
-  static INFLIGHT_INLINE Vec fma(Vec sum, Left a, Right b) {
-#if defined(__AVX512VNNI__)
-    return (Vec)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#else
-    UintVec total = (UintVec)sum;
-    for (int j = 0; j < 4; ++j) total += (UintVec)((a >> (8 * j) & 0xff) * (b << (24 - 8 * j) >> 24));
-    return (Vec)total;
-#endif
-  }
-};
-
 // Prefetches a range of memory into the second-level cache, a few lines with every step of a block.
 struct Prefetch {
   const char* from;
@@ -131,24 +102,6 @@ struct Block {
   int64_t panel;
 };
 
-// Convert integer sums to the numbers they represent.
-inline void scale_block(const Linear& linear, const float* row_scales, const Block& block) {
-  const int64_t width = linear.panel_results();
-  for (int half = 0; half < kPanel / width; ++half) {
-    const int64_t first = block.panel * width, feature = half * linear.num_results() + first;
-    for (int64_t i = 0; i < width && first + i < linear.num_results(); i += kLanes) {
-      const int64_t count = linear.num_results() - first - i;
-      const Vec scale = load_some(linear.scales + feature + i, count);
-      const UintVec offset = (UintVec)load_some(reinterpret_cast<const float*>(linear.offsets) + feature + i, count);
-      for (int m = 0; m < block.rows; ++m) {
-        float* at = block.tile + m * kPanel + half * width + i;
-        const Vec sum = __builtin_convertvector((IntVec)((UintVec)load(at) - offset), Vec);
-        store(at, sum * scale * row_scales[block.row + m]);
-      }
-    }
-  }
-}
-
 INFLIGHT_INLINE void store_activations(char* to, int32_t dtype, int64_t at, Vec x, int64_t count) {
 #if defined(__AVX512BF16__)
   if (dtype == kBfloat16) return store_some(reinterpret_cast<uint16_t*>(to) + at, x, count);
@@ -182,27 +135,40 @@ inline void finish_block(const Linear& linear, const Block& block, const Result&
   }
 }
 
-template <class Op>
-void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
-  using Elem = typename Op::Elem;
-  alignas(64) float tile[kMaxRows * kPanel];
-  const auto* a = reinterpret_cast<const Elem*>(x.data);
-  const int64_t steps = linear.in_features / Op::kDepth, bytes = linear.panel_bytes();
-  const int64_t blocks = (x.rows + kMaxRows - 1) / kMaxRows;
+// What a block prefetches in its `steps`.  The first blocks of a panel read the next one.  A single block of few rows takes
+// less time than its panel needs to arrive: the processor finds such a stream itself, and a second one slows it by a fifth.
+INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps, int rows, int64_t block, int64_t blocks) {
+  constexpr int64_t kAhead = 512, kFastRows = 4;
+  const int64_t step = bytes / steps;
+  if (blocks == 1) return {data + (rows * kPanel * 4 <= kFastRows * step ? kAhead : bytes), step};
+  if (block < 2) return {data + bytes + block * bytes / 2, bytes / 2 / steps};
+  return {data, 0};
+}
+
+// Compute panels first .. last in blocks of up to kRows rows: `multiply(block, data, ahead)` fills the block's tile.
+template <int kRows, class Function>
+INFLIGHT_INLINE void each_block(const Linear& linear, int64_t rows, int64_t first, int64_t last, const Result& result,
+                                Function multiply) {
+  alignas(64) float tile[kRows * kPanel];
+  const int64_t bytes = linear.panel_bytes(), blocks = (rows + kRows - 1) / kRows;
   for (int64_t panel = first; panel < last; ++panel) {
     const char* data = linear.panels + panel * bytes;
     for (int64_t i = 0; i < blocks; ++i) {
-      const int64_t row = x.rows * i / blocks;
-      const Block block = {tile, int(x.rows * (i + 1) / blocks - row), row, panel};
-      // The first blocks of a panel prefetch the next panel.
-      Prefetch ahead = {data, 0};
-      if (blocks == 1) ahead = {data + bytes, 128};
-      else if (i < 2) ahead = {data + bytes + i * bytes / 2, bytes / 2 / steps};
-      multiply_rows<Op, kMaxRows>(block.rows, a + row * x.stride, x.stride, data, steps, ahead, tile);
-      if (Op::kDepth == 4) scale_block(linear, x.scales, block);
+      const int64_t row = rows * i / blocks;
+      const Block block = {tile, int(rows * (i + 1) / blocks - row), row, panel};
+      multiply(block, data, ahead_of(data, bytes, linear.steps(), block.rows, i, blocks));
       finish_block(linear, block, result);
     }
   }
+}
+
+template <class Op>
+void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
+  const auto* a = reinterpret_cast<const typename Op::Elem*>(x.data);
+  each_block<kMaxRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
+    const auto* from = a + block.row * x.stride;
+    multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, linear.steps(), ahead, block.tile);
+  });
 }
 
 }  // namespace INFLIGHT_ISA

@@ -22,11 +22,12 @@ class LinearStruct(ctypes.Structure):
         ("panels", c_void_p),
         ("bias", c_void_p),
         ("scales", c_void_p),
-        ("offsets", c_void_p),
+        ("mins", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("dtype", c_int32),
         ("gated", c_int32),
+        ("input_group", c_int32),
     ]
 
 
@@ -51,12 +52,12 @@ class PackedWeight:
         stored_as: the format of the weights.
 
     Attributes:
-        scales: float32 [out_features] of the stored codes; None if they are the weights.
+        codes: their format and scales.
         struct: the layer's description for the kernel.
         address: of `struct`.
 
     Raises:
-        ValueError: see `unsupported_weight` and `WeightFormat.unsupported`.
+        ValueError: see `unsupported_weight`.
     """
 
     def __init__(
@@ -75,32 +76,29 @@ class PackedWeight:
         self.in_features = weights[0].shape[1]
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
-        if (why := stored_as.unsupported(self.in_features)) is not None:
-            raise ValueError(f"cannot pack {why}")
         self.bias = _merged_bias(biases, self.sizes)
         codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
-        self.scales, self.offsets = codes.scales, codes.offsets
+        self.codes = codes.header()
         self.struct = LinearStruct(
             bias=address_of(self.bias),
-            scales=address_of(self.scales),
-            offsets=address_of(self.offsets),
+            scales=address_of(codes.scales),
+            mins=address_of(codes.mins),
             in_features=self.in_features,
             out_features=self.out_features,
-            dtype=DTYPE_CODES[codes.values.dtype],
+            dtype=codes.dtype,
             gated=int(gated),
+            input_group=codes.input_group,
         )
         self.address = ctypes.addressof(self.struct)
-        size = library().inflight_ops_packed_bytes(self.address) // codes.values.itemsize
-        self.panels = allocate(size, dtype=codes.values.dtype)
+        size = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
+        self.panels = allocate(size, dtype=codes.storage)
         self.struct.panels = self.panels.data_ptr()
-        library().inflight_ops_pack(self.address, codes.values.data_ptr(), torch.get_num_threads())
+        codes.pack(self.address)
 
     def unpack(self) -> list[Tensor]:
         """The weights as they were given, or as their codes say."""
-        plain = torch.empty(self.out_features, self.in_features, dtype=self.panels.dtype)
-        library().inflight_ops_unpack(self.address, plain.data_ptr(), torch.get_num_threads())
-        if self.scales is not None:
-            plain = (plain * self.scales[:, None]).to(self.dtype)
+        codes = self.codes.unpacked(self.address, (self.out_features, self.in_features))
+        plain = codes.dequantize().to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
 
 

@@ -48,6 +48,50 @@ void repack(const Linear& linear, char* plain, char* packed, int threads) {
   });
 }
 
+// Convert panels first .. last from or to plain codes of four bits; see Codes4 in cpu_codes.h.
+template <bool kUnpack>
+void repack4(const Linear& linear, const PlainCodes4& plain, uint8_t* packed, int64_t first, int64_t last) {
+  const int64_t size = linear.in_features, groups = linear.num_groups(), bytes = linear.panel_bytes() / groups;
+  for (int64_t panel = first; panel < last; ++panel) {
+    for (int64_t column = 0; column < kPanel; ++column) {
+      const int64_t feature = feature_of(linear, panel, column);
+      const bool low = column < kPanel / 2;
+      for (int64_t group = 0; group < groups; ++group) {
+        uint8_t* header = packed + panel * linear.panel_bytes() + group * bytes;
+        if (feature >= linear.out_features) {
+          if (!kUnpack) header[column] = header[kPanel + column] = 0;
+        } else if (kUnpack) {
+          plain.scales[feature * groups + group] = header[column];
+          plain.mins[feature * groups + group] = header[kPanel + column];
+        } else {
+          header[column] = plain.scales[feature * groups + group];
+          header[kPanel + column] = plain.mins[feature * groups + group];
+        }
+        for (int64_t i = 0; i < kFineGroup; ++i) {
+          uint8_t& byte = header[2 * kPanel + i / 4 * 2 * kPanel + column % (kPanel / 2) * 4 + i % 4];
+          uint8_t* code = plain.codes + feature * size + group * kFineGroup + i;
+          if (kUnpack) {
+            if (feature < linear.out_features) *code = low ? byte & 15 : byte >> 4;
+          } else {
+            const int value = feature < linear.out_features ? *code : 0;
+            byte = uint8_t(low ? value : byte | value << 4);  // the low halves of a step come first
+          }
+        }
+      }
+    }
+  }
+}
+
+template <bool kUnpack>
+void repack4(const Linear& linear, const PlainCodes4& plain, int threads) {
+  auto* panels = reinterpret_cast<uint8_t*>(const_cast<char*>(linear.panels));
+  Team team(threads);
+  team.run([&](bool) {
+    team.each(linear.num_panels(),
+              [&](int64_t first, int64_t last) { repack4<kUnpack>(linear, plain, panels, first, last); });
+  });
+}
+
 }  // namespace
 }  // namespace inflight
 
@@ -66,6 +110,35 @@ void inflight_ops_pack(const Linear* linear, char* weight, int32_t threads) {
 // The inverse of inflight_ops_pack.
 void inflight_ops_unpack(const Linear* linear, char* weight, int32_t threads) {
   repack<true>(*linear, weight, const_cast<char*>(linear->panels), threads);
+}
+
+// The same for codes of four bits.
+void inflight_ops_pack4(const Linear* linear, const PlainCodes4* plain, int32_t threads) {
+  repack4<false>(*linear, *plain, threads);
+}
+
+void inflight_ops_unpack4(const Linear* linear, const PlainCodes4* plain, int32_t threads) {
+  repack4<true>(*linear, *plain, threads);
+}
+
+// Choose codes of four bits for `weights` [features, size] of `dtype`; size is a multiple of the group.  `scales` and
+// `mins`, [features], are the units of the bytes in `out`.
+void inflight_ops_choose_codes(const char* weights, int32_t dtype, int64_t features, int64_t size,
+                               const PlainCodes4* out, float* scales, float* mins, int32_t threads) {
+  Team team(threads);
+  const OpsKernels& kernels = ops_kernels();
+  team.run([&](bool) {
+    thread_local Buffer buffer;
+    auto* floats = reinterpret_cast<float*>(buffer.get(size * sizeof(float)));
+    const int64_t groups = size / kFineGroup;
+    team.each(features, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        kernels.to_floats(weights + i * size * element_size(dtype), dtype, 1.0f, floats, size);
+        const PlainCodes4 to = {out->codes + i * size, out->scales + i * groups, out->mins + i * groups};
+        kernels.choose_codes(floats, size, to, scales + i, mins + i);
+      }
+    });
+  });
 }
 
 // out [rows, results] = x [rows, in_features] times the weight; both contiguous, of `dtype`.

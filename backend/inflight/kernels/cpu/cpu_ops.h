@@ -8,9 +8,9 @@
 // Each element of a product is summed over the input features in order, in a single accumulator,
 // regardless of the number of rows: a token's result is bitwise independent of its batch.
 //
-// Weights can be int8: symmetric, with one scale per output feature.  Activations are then quantized on
-// the fly, with one scale per row, to unsigned bytes biased by 128, so that a single instruction multiplies
-// and adds unsigned by signed bytes.  The bias's contribution is known in advance (`offsets`).
+// Weights can be codes: unsigned integers, with scales.  Inputs are then quantized on the fly to signed bytes, with one
+// scale per row and group of inputs: a single outlier, which the inputs of trained models have, costs the precision
+// of its group only.  One instruction multiplies and adds signed by unsigned bytes.
 #pragma once
 
 #include "cpu_attention.h"
@@ -18,27 +18,43 @@
 namespace inflight {
 
 constexpr int kPanel = 32;
+// Inputs of a row that share a scale.  The fine group costs a tenth of a product, and halves what inputs lose.
+constexpr int kInputGroup = 64;
+constexpr int kFineGroup = 32;
 
 // A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
-// for int8, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
+// for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
+//
+// Codes of eight bits (dtype kCodes8) are the integers of a symmetric quantization plus 128, with a scale per feature.
+// Their inputs have groups of either size, of which the last can be shorter.
+// Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kFineGroup inputs, which divides
+// in_features: code * scale - minimum, each a byte times a number of the feature.  A panel has the bytes of each group in
+// front of its codes (cpu_codes.h).
 //
 // A gated layer consists of two of half the size: a panel has kPanel / 2 features of the gate, then the same
 // features of the other operand, and the result is silu(gate) * other, [out_features / 2].
 struct Linear {
   const char* panels;
-  const float* bias;       // [out_features], or null
-  const float* scales;     // int8: [out_features]
-  const int32_t* offsets;  // int8: [out_features], 128 times the sum of a feature's weights
+  const float* bias;    // [out_features], or null
+  const float* scales;  // codes: [out_features]
+  const float* mins;    // codes of four bits: [out_features]
   int64_t in_features;
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
+  int32_t input_group;  // codes: kInputGroup or kFineGroup
 
-  int64_t depth() const { return dtype == kInt8 ? 4 : dtype == kBfloat16 ? 2 : 1; }
+  bool has_codes() const { return dtype == kCodes8 || dtype == kCodes4; }
+  int64_t depth() const { return has_codes() ? 4 : dtype == kBfloat16 ? 2 : 1; }
+  int64_t steps() const { return in_features / depth(); }
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
-  int64_t panel_bytes() const { return in_features * kPanel * element_size(dtype); }
+  int64_t num_groups() const { return (in_features + input_group - 1) / input_group; }
+  int64_t panel_bytes() const {
+    if (dtype == kCodes4) return num_groups() * kPanel * (2 + kFineGroup / 2);
+    return in_features * kPanel * element_size(dtype);
+  }
 };
 
 // Destination of a product: rows of activations, rows of float32, or added to rows of float32.
@@ -52,11 +68,27 @@ struct Result {
   int32_t dtype;   // of activations
 };
 
+// A group of a row's inputs, quantized to bytes: each is a byte times `scale`.
+struct GroupSums {
+  float scale;
+  float shift;    // sum of the inputs, as quantized
+  int32_t start;  // -128 times the sum of the bytes
+};
+
+// Rows of activations, or of bytes.
 struct Matrix {
-  const char* data;     // activations or quantized bytes
-  int64_t stride;       // elements between rows
+  const char* data;
+  int64_t stride;  // elements between rows
   int64_t rows;
-  const float* scales;  // bytes: one per row
+  const GroupSums* groups = nullptr;  // bytes: [groups][rows]
+};
+
+// Where rows of quantized inputs go.
+struct Quantized {
+  int8_t* bytes;      // contiguous rows
+  GroupSums* groups;  // of the first row; its next group is `pitch` elements away
+  int64_t pitch;
+  int64_t group;      // inputs
 };
 
 // One layer of the decoder: norm, attention with merged projections, norm, gated MLP.
@@ -75,7 +107,7 @@ struct Decoder {
   int64_t num_layers;
   int64_t hidden_size;
   const char* embedding;  // [vocabulary, hidden_size]
-  int32_t dtype;          // of the embedding and of all weights that are not int8
+  int32_t dtype;          // of the embedding and of all weights that are not codes
   int32_t rotary_size;    // elements of a head that are rotated
   const float* inverse_frequencies;  // [rotary_size / 2]
   const float* final_norm;
@@ -93,14 +125,23 @@ struct Angles {
   const float* sin;
 };
 
+// A weight in codes of four bits: codes [out_features, in_features], scales and mins [out_features, groups].
+struct PlainCodes4 {
+  uint8_t* codes;
+  uint8_t* scales;
+  uint8_t* mins;
+};
+
 // The functions of one instruction set.
 struct OpsKernels {
   const char* name;
   int32_t (*activation_dtype)(int32_t weight_dtype);
   // Compute panels first .. last of the product, for all rows.
   void (*multiply)(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result);
-  // Quantize rows of activations to bytes; both are contiguous.
-  void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales);
+  // Quantize contiguous rows of activations.
+  void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out);
+  // Choose the codes of one feature's weights [size], a multiple of the group, and the units of its scales and mins.
+  void (*choose_codes)(const float* weights, int64_t size, const PlainCodes4& out, float* scale, float* minimum);
   // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
   // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.

@@ -1,8 +1,9 @@
 // The decoder's arithmetic.  Compiled once per instruction set; see cpu_attention_kernels.cpp.
 #include <cmath>
 
+#include "cpu_choose_codes.h"
+#include "cpu_codes.h"
 #include "cpu_layout.h"
-#include "cpu_gemm.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -20,7 +21,10 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
   switch (linear.dtype) {
     case kFloat32: return multiply_panels<Float32>(linear, x, first, last, result);
     case kFloat16: return multiply_panels<Float16>(linear, x, first, last, result);
-    case kInt8: return multiply_panels<Bytes>(linear, x, first, last, result);
+    case kCodes8:
+      return linear.input_group == kInputGroup ? multiply_code_panels<Codes8<kInputGroup>>(linear, x, first, last, result)
+                                               : multiply_code_panels<Codes8<kFineGroup>>(linear, x, first, last, result);
+    case kCodes4: return multiply_code_panels<Codes4>(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
       return multiply_panels<Bfloat16Dot>(linear, x, first, last, result);
@@ -39,39 +43,78 @@ INFLIGHT_INLINE Vec load_row(const uint16_t* from, int64_t count) {
 }
 #endif
 
-INFLIGHT_INLINE void store_bytes(uint8_t* to, UintVec x, int64_t count) {
+INFLIGHT_INLINE void store_bytes(int8_t* to, UintVec x, int64_t count) {
 #if defined(__AVX512F__)
   if (count >= kLanes) {
     return _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm512_cvtepi32_epi8((__m512i)x));
   }
 #endif
-  for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = uint8_t(x[i]);
+  for (int64_t i = 0; i < kLanes && i < count; ++i) to[i] = int8_t(x[i]);
 }
 
-// A row with an element that is not finite gets the scale NaN, and so do all that is computed from it.
-template <class Elem>
-void quantize_rows(const Elem* x, int64_t rows, int64_t size, uint8_t* out, float* scales) {
-  for (int64_t row = 0; row < rows; ++row, x += size, out += size) {
-    UintVec peaks = {};
-    for (int64_t i = 0; i < size; i += kLanes) peaks = maximum_bits(peaks, load_row(x + i, size - i));
-    const float peak = reduce_max_bits(peaks);
-    const bool finite = peak < INFINITY;
-    scales[row] = finite ? peak / 127.0f : NAN;
-    const Vec inverse = splat(finite && peak > 0 ? 127.0f / peak : 0.0f);
-    for (int64_t i = 0; i < size; i += kLanes) {
-      // The sum's low bits are the number rounded to an integer, plus 128.
-      const Vec shifted = load_row(x + i, size - i) * inverse + (12582912.0f + 128.0f);
-      store_bytes(out + i, (UintVec)shifted, size - i);
-    }
+INFLIGHT_INLINE uint32_t reduce_sum(UintVec x) {
+#if defined(__AVX512F__)
+  return uint32_t(_mm512_reduce_add_epi32((__m512i)x));
+#else
+  uint32_t result = x[0];
+  for (int i = 1; i < kLanes; ++i) result += x[i];
+  return result;
+#endif
+}
+
+// Quantize a group of `count` inputs, which is kGroup but at the end of a row.  A group with an element that is not finite
+// gets the scale NaN, and so do all results of its row.
+template <int kGroup, class Elem>
+INFLIGHT_INLINE void quantize_group(const Elem* from, int64_t count, int8_t* to, GroupSums* group) {
+  constexpr int kVectors = kGroup / kLanes;
+  constexpr float kTiny = 1e-30f;  // smaller numbers are zero: their scale's inverse could overflow
+  Vec x[kVectors];
+  UintVec peaks = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    x[i] = i * kLanes < count ? load_row(from + i * kLanes, count - i * kLanes) : Vec{};
+    peaks = maximum_bits(peaks, x[i]);
+  }
+  const float peak = reduce_max_bits(peaks);
+  const Vec inverse = splat(peak > kTiny && peak < INFINITY ? 127.0f / peak : 0.0f);
+  UintVec sums = {};
+#pragma GCC unroll 16
+  for (int i = 0; i < kVectors; ++i) {
+    if (i * kLanes >= count) break;
+    const UintVec shifted = (UintVec)(x[i] * inverse + 12582912.0f);  // its low bits are the number rounded to an integer
+    store_bytes(to + i * kLanes, shifted, count - i * kLanes);
+    sums += shifted - 0x4b400000u;
+  }
+  const uint32_t sum = reduce_sum(sums);
+  group->scale = peak < INFINITY ? peak / 127.0f : NAN;
+  group->shift = group->scale * float(int32_t(sum));
+  group->start = int32_t(-128u * sum);
+}
+
+template <int kGroup, class Elem>
+void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const Elem* from = x + row * size;
+    int8_t* to = out.bytes + row * size;
+    GroupSums* group = out.groups + row;
+    int64_t i = 0;
+    for (; i + kGroup <= size; i += kGroup, group += out.pitch) quantize_group<kGroup>(from + i, kGroup, to + i, group);
+    if (i < size) quantize_group<kGroup>(from + i, size - i, to + i, group);
   }
 }
 
-void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, uint8_t* out, float* scales) {
+template <class Elem>
+void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
+  if (out.group == kInputGroup) quantize_rows<kInputGroup>(x, rows, size, out);
+  else quantize_rows<kFineGroup>(x, rows, size, out);
+}
+
+void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out) {
 #if defined(__AVX512BF16__)
-  if (dtype == kBfloat16) return quantize_rows(reinterpret_cast<const uint16_t*>(x), rows, size, out, scales);
+  if (dtype == kBfloat16) return quantize_rows(reinterpret_cast<const uint16_t*>(x), rows, size, out);
 #endif
   (void)dtype;
-  quantize_rows(reinterpret_cast<const float*>(x), rows, size, out, scales);
+  quantize_rows(reinterpret_cast<const float*>(x), rows, size, out);
 }
 
 // Summed in a fixed order: per lane, then across lanes.
@@ -151,7 +194,8 @@ void from_floats(const float* from, int32_t dtype, char* to, int64_t count) { ro
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
 extern const OpsKernels ops_kernels;
 const OpsKernels ops_kernels = {
-    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, norm, place, to_floats, from_floats};
+    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, choose_codes, norm, place, to_floats,
+    from_floats};
 
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight

@@ -57,8 +57,12 @@ INFLIGHT_INLINE UintVec maximum_bits(UintVec a, Vec x) {
 }
 
 INFLIGHT_INLINE float reduce_max_bits(UintVec bits) {
+#if defined(__AVX512F__)
+  const uint32_t result = _mm512_reduce_max_epu32((__m512i)bits);
+#else
   uint32_t result = bits[0];
   for (int i = 1; i < kLanes; ++i) result = bits[i] > result ? bits[i] : result;
+#endif
   float value;
   __builtin_memcpy(&value, &result, 4);
   return value;

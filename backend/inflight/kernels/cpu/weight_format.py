@@ -1,76 +1,256 @@
-"""How a packed linear layer stores its weights: in their own dtype, or in int8."""
+"""How a packed linear layer stores its weights: in their own dtype, or in codes of eight or four bits."""
 
 from __future__ import annotations
 
+import ctypes
+from ctypes import c_void_p
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["INT8", "MAX_INT8_INPUTS", "PLAIN", "Codes", "WeightFormat"]
+from inflight.kernels.cpu.library import DTYPE_CODES, library
+
+__all__ = [
+    "FINE_INT8",
+    "INT4",
+    "INT8",
+    "PLAIN",
+    "UNCHANGED",
+    "Codes",
+    "Codes4",
+    "Codes8",
+    "Formats",
+    "Values",
+    "WeightFormat",
+]
 
 _ROWS = 4096  # quantized at once, in float32
-MAX_INT8_INPUTS = (2**31 - 1) // 127**2  # more products of two bytes might overflow the sum, which has 32 bits
+_ZERO = 128  # the code of zero in eight bits: codes are unsigned
+_GROUP, _FINE_GROUP = 64, 32  # kInputGroup and kFineGroup of cpu_ops.h
+_CODES8, _CODES4 = 4, 5  # their dtypes, after those of library.DTYPE_CODES
 
 
-@dataclass(frozen=True)
-class Codes:
+class Codes(Protocol):
     """A weight [N, K] as the kernel reads it, before it is put in panels.
 
     Attributes:
-        values: [N, K]; its dtype selects the kernel.
-        scales: float32 [N]; weight = values * scales[:, None].  None if the values are the weights.
-        offsets: int32 [N], what the kernel subtracts from a sum of products with unsigned inputs; None likewise.
+        dtype: `Linear.dtype` of cpu_ops.h.
+        storage: dtype of the panels.
+        scales: float32 [N], or None.
+        mins: float32 [N], or None.
+        input_group: inputs that share a scale; 0 if they are not quantized.
+    """
+
+    dtype: int
+    storage: torch.dtype
+    scales: Tensor | None
+    mins: Tensor | None
+    input_group: int
+
+    def pack(self, linear: int) -> None:
+        """Write the panels of the `Linear` at this address."""
+
+    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes:
+        """Codes of the weight [N, K], read from the panels of a `Linear` which has this format and these scales."""
+
+    def header(self) -> Codes:
+        """What `unpacked` needs, without the codes."""
+
+    def dequantize(self) -> Tensor:
+        """The weights that these codes stand for, [N, K]."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """`Codes`: the weights themselves, [N, K]."""
+
+    values: Tensor
+    scales = mins = None
+    input_group = 0
+
+    @property
+    def dtype(self) -> int:
+        return DTYPE_CODES[self.values.dtype]
+
+    @property
+    def storage(self) -> torch.dtype:
+        return self.values.dtype
+
+    def pack(self, linear: int) -> None:
+        library().inflight_ops_pack(linear, self.values.data_ptr(), torch.get_num_threads())
+
+    def unpacked(self, linear: int, size: tuple[int, int]) -> Values:
+        values = torch.empty(size, dtype=self.storage)
+        library().inflight_ops_unpack(linear, values.data_ptr(), torch.get_num_threads())
+        return Values(values)
+
+    def header(self) -> Values:
+        return Values(self.values.new_empty(0))
+
+    def dequantize(self) -> Tensor:
+        return self.values
+
+
+@dataclass(frozen=True)
+class Codes8:
+    """`Codes` of eight bits: weight = (values - 128) * scales[:, None].
+
+    Attributes:
+        values: uint8 [N, K].
     """
 
     values: Tensor
-    scales: Tensor | None = None
-    offsets: Tensor | None = None
+    scales: Tensor
+    input_group: int
+    mins = None
+    dtype = _CODES8
+    storage = torch.uint8
+
+    def pack(self, linear: int) -> None:
+        library().inflight_ops_pack(linear, self.values.data_ptr(), torch.get_num_threads())
+
+    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes8:
+        values = torch.empty(size, dtype=torch.uint8)
+        library().inflight_ops_unpack(linear, values.data_ptr(), torch.get_num_threads())
+        return Codes8(values, self.scales, self.input_group)
+
+    def header(self) -> Codes8:
+        return Codes8(self.values.new_empty(0), self.scales, self.input_group)
+
+    def dequantize(self) -> Tensor:
+        return (self.values.float() - _ZERO) * self.scales[:, None]
+
+
+class _PlainCodes4(ctypes.Structure):
+    """`PlainCodes4` of cpu_ops.h."""
+
+    _fields_ = [("codes", c_void_p), ("scales", c_void_p), ("mins", c_void_p)]
+
+
+@dataclass(frozen=True)
+class Codes4:
+    """`Codes` of four bits: weight = values * group_scales * scales - group_mins * mins, in groups of 32 inputs.
+
+    Attributes:
+        values: uint8 [N, K], 0 to 15.
+        group_scales, group_mins: uint8 [N, K / 32].
+    """
+
+    values: Tensor
+    group_scales: Tensor
+    group_mins: Tensor
+    scales: Tensor
+    mins: Tensor
+    dtype = _CODES4
+    storage = torch.uint8
+    input_group = _FINE_GROUP
+
+    @staticmethod
+    def empty(features: int, inputs: int) -> Codes4:
+        """To be filled."""
+        groups = [torch.empty(features, inputs // _FINE_GROUP, dtype=torch.uint8) for _ in range(2)]
+        values = torch.empty(features, inputs, dtype=torch.uint8)
+        return Codes4(values, *groups, torch.empty(features), torch.empty(features))
+
+    @property
+    def struct(self) -> _PlainCodes4:
+        """The codes' addresses for the kernel, valid as long as this object."""
+        return _PlainCodes4(*(part.data_ptr() for part in (self.values, self.group_scales, self.group_mins)))
+
+    def pack(self, linear: int) -> None:
+        library().inflight_ops_pack4(linear, ctypes.byref(self.struct), torch.get_num_threads())
+
+    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes4:
+        found = Codes4.empty(*size)
+        library().inflight_ops_unpack4(linear, ctypes.byref(found.struct), torch.get_num_threads())
+        return Codes4(found.values, found.group_scales, found.group_mins, self.scales, self.mins)
+
+    def header(self) -> Codes4:
+        nothing = self.values.new_empty(0)
+        return Codes4(nothing, nothing, nothing, self.scales, self.mins)
+
+    def dequantize(self) -> Tensor:
+        scales = self.group_scales.float() * self.scales[:, None]
+        mins = self.group_mins.float() * self.mins[:, None]
+        groups = self.values.view(*self.group_scales.shape, _FINE_GROUP).float()
+        return (groups * scales[..., None] - mins[..., None]).view(self.values.shape)
 
 
 class WeightFormat(Protocol):
     """One way to store a layer's weights.  `PackedWeight` packs the result of `encode`, whatever the format."""
 
-    def unsupported(self, in_features: int) -> str | None:
-        """Why a layer with so many inputs cannot be stored; None if it can."""
-
     def encode(self, weight: Tensor) -> Codes:
-        """The codes of weight [N, K] in float32, bfloat16 or float16, contiguous; `unsupported(K)` is None."""
+        """The codes of weight [N, K] in float32, bfloat16 or float16, contiguous."""
 
 
 class PlainFormat:
     """A `WeightFormat`: as the weights are."""
 
-    def unsupported(self, in_features: int) -> str | None:
-        return None
-
     def encode(self, weight: Tensor) -> Codes:
-        return Codes(weight)
+        return Values(weight)
 
 
+@dataclass(frozen=True)
 class Int8Format:
-    """A `WeightFormat`: int8 with one scale per output feature.  The kernel quantizes inputs per row (W8A8).
+    """A `WeightFormat`: eight bits, symmetric, with a scale per output feature.
 
-    Weights stay as they are unless K is a multiple of 4.
+    The kernel quantizes inputs to eight bits, too, with a scale per row and group (cpu_ops.h).  Weights stay as they
+    are unless K is a multiple of 4.
+
+    Attributes:
+        input_group: 64 or 32.
     """
 
-    def unsupported(self, in_features: int) -> str | None:
-        if in_features <= MAX_INT8_INPUTS:
-            return None
-        return f"{in_features} inputs, and sums of more than {MAX_INT8_INPUTS} products of bytes overflow 32 bits"
+    input_group: int
 
     def encode(self, weight: Tensor) -> Codes:
         if weight.shape[1] % 4:
-            return Codes(weight)
-        values, scales = torch.empty(weight.shape, dtype=torch.int8), torch.empty(len(weight))
+            return Values(weight)
+        values, scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(len(weight))
         for start in range(0, len(weight), _ROWS):
             part = weight[start : start + _ROWS].float()
             scale = part.abs().amax(1) / 127
             scales[start : start + _ROWS] = scale
-            values[start : start + _ROWS] = (part / scale.clamp_min(1e-30)[:, None]).round_()
-        return Codes(values, scales, values.sum(1, dtype=torch.int32) * 128)  # inputs are stored plus 128
+            values[start : start + _ROWS] = (part / scale.clamp_min(1e-30)[:, None]).round_().add_(_ZERO)
+        return Codes8(values, scales, self.input_group)
+
+
+class Int4Format:
+    """A `WeightFormat`: four bits, with a scale and a minimum per output feature and group of 32 inputs, a byte each.
+
+    Chosen by least squares (cpu_choose_codes.h).  Weights have eight bits unless K is a multiple of 32.
+    """
+
+    def encode(self, weight: Tensor) -> Codes:
+        if weight.shape[1] % _FINE_GROUP:
+            return INT8.encode(weight)
+        codes = Codes4.empty(*weight.shape)
+        library().inflight_ops_choose_codes(
+            weight.data_ptr(),
+            DTYPE_CODES[weight.dtype],
+            *weight.shape,
+            ctypes.byref(codes.struct),
+            codes.scales.data_ptr(),
+            codes.mins.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return codes
 
 
 PLAIN = PlainFormat()
-INT8 = Int8Format()
+INT8 = Int8Format(_GROUP)
+FINE_INT8 = Int8Format(_FINE_GROUP)
+INT4 = Int4Format()
+
+
+@dataclass(frozen=True)
+class Formats:
+    """Of a model: its layers' and that of its head, where an error costs the most."""
+
+    layers: WeightFormat
+    head: WeightFormat
+
+
+UNCHANGED = Formats(PLAIN, PLAIN)

@@ -58,10 +58,8 @@ def accelerate(
     if device.type != "cpu":
         return use_ops(model, select_ops(device, kernels.launch_pdl), passes, num_positions)
     name = type(model).__name__
-    if (why := scheme.unsupported(model)) is not None:
-        raise CannotQuantize(why)
     enter_phase("packing the weights")
-    native = native_decoder(model, scheme.cpu_format)
+    native = native_decoder(model, scheme.cpu_formats)
     if isinstance(native, str):
         _log.info("%s runs through transformers: %s", name, native)
     else:
@@ -70,7 +68,7 @@ def accelerate(
             return decoder
         undo_native()
         _log.warning("%s runs through transformers: the native forward pass computes other logits", name)
-    undo = pack_linears(model, scheme.cpu_format)
+    undo = pack_linears(model, scheme.cpu_formats)
     if scheme.needs_packing and undo is None:
         raise CannotQuantize(f"{name} has no linear layer that can be packed")
     if undo is not None and not _passes(model, passes):

@@ -19,7 +19,7 @@ from inflight.kernels.cpu import cpu_decoder as native
 from inflight.kernels.cpu.cpu_attention import MAX_HEAD_SIZE, CpuAttention, CpuKVCache
 from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import unavailable
-from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
+from inflight.kernels.cpu.weight_format import UNCHANGED, Formats
 from inflight.loading.forward.packed_linear import drop_weights, shared_weights
 from inflight.loading.recognise.decoder import Decoder, decoder_of
 from inflight.loading.recognise.modules import DecoderLayer, NotRecognised, RmsNorm, Rotary, linears_of, rotary
@@ -50,7 +50,7 @@ class NativeDecoder:
         return SimpleNamespace(logits=logits[None])
 
 
-def native_decoder(model: nn.Module, stored_as: WeightFormat = PLAIN) -> tuple[NativeDecoder, Callable[[], None]] | str:
+def native_decoder(model: nn.Module, stored_as: Formats = UNCHANGED) -> tuple[NativeDecoder, Callable[[], None]] | str:
     """Make the native decoder of a loaded model with attention attached; it takes over the linear weights.
 
     Args:
@@ -105,14 +105,16 @@ def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
 
 
 def _pack(
-    model: nn.Module, decoder: Decoder, angles: Rotary, stored_as: WeightFormat
+    model: nn.Module, decoder: Decoder, angles: Rotary, stored_as: Formats
 ) -> tuple[NativeDecoder, Callable[[], None]]:
     undone: list[Callable[[], None]] = []
     shared = shared_weights(model)
 
     def pack(*linears: nn.Linear, gated: bool = False) -> PackedWeight:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        packed = PackedWeight(weights, biases, gated, stored_as)
+        packed = PackedWeight(
+            weights, biases, gated, stored_as.head if linears == (decoder.head,) else stored_as.layers
+        )
         undone.append(drop_weights(list(linears), packed, shared))
         return packed
 

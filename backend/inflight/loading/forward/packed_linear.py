@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
-from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
+from inflight.kernels.cpu.weight_format import UNCHANGED, Formats
 
 __all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]
 
@@ -53,13 +53,13 @@ def drop_weights(linears: list[nn.Linear], packed: PackedWeight, shared: set[int
     return restore
 
 
-def pack_linears(model: nn.Module, stored_as: WeightFormat = PLAIN) -> Callable[[], None] | None:
+def pack_linears(model: nn.Module, stored_as: Formats = UNCHANGED) -> Callable[[], None] | None:
     """Replace the linear layers of `model`, which is on a CPU, in place.
 
     Weights that another module also uses (a tied embedding) are copied, others are moved.
 
     Args:
-        stored_as: the format of the weights.
+        stored_as: the formats of the weights.
 
     Returns:
         A function that restores everything (weights as their codes say), or None if nothing
@@ -77,7 +77,8 @@ def pack_linears(model: nn.Module, stored_as: WeightFormat = PLAIN) -> Callable[
             if module not in replaced:
                 if unsupported_weight(module.weight) is not None:
                     continue
-                replaced[module] = PackedLinear(PackedWeight([module.weight], [module.bias], stored_as=stored_as))
+                stored = stored_as.head if parent is model else stored_as.layers  # layers lie deeper
+                replaced[module] = PackedLinear(PackedWeight([module.weight], [module.bias], stored_as=stored))
                 undone.append(drop_weights([module], replaced[module].packed, shared))
             setattr(parent, name, replaced[module])
             undone.append(partial(setattr, parent, name, module))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from inflight.config import EngineConfig
-from inflight.kernels.cpu.weight_format import WeightFormat
+from inflight.kernels.cpu.weight_format import Formats
 
 __all__ = ["Scheme"]
 
@@ -21,13 +21,13 @@ class Scheme(Protocol):
         name: value of `quantization` in model.json.
         tolerance: relative error of the logits that rounding of weights and inputs explains; 0 for none beyond the
             dtype's.
-        cpu_format: how the packed layers of a CPU store weights.
+        cpu_formats: how the packed layers of a CPU store weights.
         needs_packing: whether a model whose layers cannot be packed on a CPU is refused, rather than served by torch.
     """
 
     name: str
     tolerance: float
-    cpu_format: WeightFormat
+    cpu_formats: Formats
     needs_packing: bool
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -52,6 +52,3 @@ class Scheme(Protocol):
         Raises:
             LoadError: nothing can be quantized, or a product is wrong on this device.
         """
-
-    def unsupported(self, model: nn.Module) -> str | None:
-        """Why layers of `model` cannot be packed in `cpu_format`; None if they can."""

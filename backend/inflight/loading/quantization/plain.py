@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from inflight.config import EngineConfig
-from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
+from inflight.kernels.cpu.weight_format import UNCHANGED
 
 __all__ = ["Plain"]
 
@@ -19,7 +19,7 @@ class Plain:
 
     name = "none"
     tolerance = 0.0
-    cpu_format: WeightFormat = PLAIN
+    cpu_formats = UNCHANGED
     needs_packing = False
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -30,6 +30,3 @@ class Plain:
 
     def place(self, model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
         return model.to(device)
-
-    def unsupported(self, model: nn.Module) -> str | None:
-        return None
