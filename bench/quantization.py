@@ -48,6 +48,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 KV": dict(kv_cache_dtype="fp8"),
     "fp8 weights": dict(quantization="fp8"),
     "fp8 weights and KV": dict(quantization="fp8", kv_cache_dtype="fp8"),
+    "int4 weights": dict(quantization="int4"),
     "int4 weights, GPU": dict(quantization="int4"),
 }
 WINDOW = 1024
@@ -87,11 +88,12 @@ def windows(folder: Path, text: str, tokens: int) -> list[list[int]]:
     return [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
 
 
-def loaded(folder: Path, options: dict[str, Any]) -> LoadedModel:
+def loaded(folder: Path, format: str) -> LoadedModel:
     usual = {"model": str(folder), "device": "cpu", "dtype": "bfloat16"}
     usual |= {"kv_cache_memory": "64MiB", "max_model_len": WINDOW}
-    with fp8_twins(), int4_twins():
-        return load(EngineConfig.from_dict(usual | options))
+    twins = int4_twins() if format.endswith("GPU") else fp8_twins()
+    with twins:
+        return load(EngineConfig.from_dict(usual | FORMATS[format]))
 
 
 @torch.inference_mode()
@@ -140,7 +142,7 @@ def measure(folder: Path, text: list[list[int]], formats: list[str]) -> dict[str
 
     All models are loaded at once, because the exact distributions of the whole text would take gigabytes.
     """
-    models = {name: loaded(folder, FORMATS[name]) for name in dict.fromkeys([EXACT, *formats])}
+    models = {name: loaded(folder, name) for name in dict.fromkeys([EXACT, *formats])}
     sums = {name: Sums() for name in models}
     for ids in text:
         exact = log_probabilities(models[EXACT], ids)

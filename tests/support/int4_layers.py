@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import torch
 
-from inflight.loading.quantization import int4_linear
+from inflight.loading.quantization import int4_linear, schemes
 from inflight.ops.int4 import Int4Weight, span_of, tiled
 
 __all__ = ["KINDS", "int4_twins", "int4_weight"]
@@ -45,6 +45,7 @@ def int4_weight(
 
 @contextmanager
 def int4_twins() -> Iterator[None]:
-    """Weights in four bits load and run on this CPU."""
-    with patch.object(int4_linear, "unsupported", lambda device, dtype: None):
+    """Weights in four bits load and run on this CPU as they do on a GPU."""
+    as_on_a_gpu = patch.object(schemes, "_ON_A_CPU", {})
+    with as_on_a_gpu, patch.object(int4_linear, "unsupported", lambda device, dtype: None):
         yield

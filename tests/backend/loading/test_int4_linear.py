@@ -320,8 +320,8 @@ def needed(path: str, **options: Any) -> float:
     ("options", "message"),
     [
         (
-            {"device": "cpu"},
-            r'quantization="int4" cannot be used: it needs a GPU, and the device is cpu; set it to "int8"',
+            {"device": "cpu", "native_forward": False},
+            r'quantization="int4" requires native_forward on a CPU; remove one of them',
         ),
         ({"dtype": "float32"}, r"it needs dtype bfloat16 or float16, and the model's is float32; remove it"),
     ],

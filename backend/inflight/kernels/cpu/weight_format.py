@@ -43,11 +43,20 @@ class Codes(Protocol):
         input_group: inputs that share a scale; 0 if they are not quantized.
     """
 
-    dtype: int
-    storage: torch.dtype
-    scales: Tensor | None
-    mins: Tensor | None
-    input_group: int
+    @property
+    def dtype(self) -> int: ...
+
+    @property
+    def storage(self) -> torch.dtype: ...
+
+    @property
+    def scales(self) -> Tensor | None: ...
+
+    @property
+    def mins(self) -> Tensor | None: ...
+
+    @property
+    def input_group(self) -> int: ...
 
     def pack(self, linear: int) -> None:
         """Write the panels of the `Linear` at this address."""
@@ -150,9 +159,9 @@ class Codes4:
     @staticmethod
     def empty(features: int, inputs: int) -> Codes4:
         """To be filled."""
-        groups = [torch.empty(features, inputs // _FINE_GROUP, dtype=torch.uint8) for _ in range(2)]
         values = torch.empty(features, inputs, dtype=torch.uint8)
-        return Codes4(values, *groups, torch.empty(features), torch.empty(features))
+        scales = torch.empty(features, inputs // _FINE_GROUP, dtype=torch.uint8)
+        return Codes4(values, scales, torch.empty_like(scales), torch.empty(features), torch.empty(features))
 
     @property
     def struct(self) -> _PlainCodes4:

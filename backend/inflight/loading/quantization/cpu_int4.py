@@ -18,7 +18,7 @@ class CpuInt4(Plain):
     """
 
     name = "int4"
-    tolerance = 0.4
+    tolerance = 0.6
     cpu_formats = Formats(layers=INT4, head=FINE_INT8)
     needs_packing = True
 

@@ -23,8 +23,7 @@ class Int4(Plain):
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
         if (why := int4_linear.unsupported(device, dtype)) is not None:
-            way_out = 'set it to "int8"' if device.type == "cpu" else "remove it"
-            raise ConfigError(f'quantization="int4" cannot be used: {why}; {way_out}')
+            raise ConfigError(f'quantization="int4" cannot be used: {why}; remove it')
 
     def bytes_saved(self, make_model: Callable[[], nn.Module], hf_config: Any, dtype: torch.dtype) -> int:
         weights = [linear.weight for linear in decoder_linears(make_model(), hf_config).values()]
