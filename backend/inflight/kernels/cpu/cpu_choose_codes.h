@@ -32,7 +32,7 @@ struct CodeGroup {
   }
 };
 
-// The range with the least error among those that fit codes rounded with slightly different scales, by least squares.
+// The best of some ranges: each is the least squares fit to codes which a slightly different scale gives.
 inline CodeRange best_range(const CodeGroup& group) {
   Vec weights = {}, sums = {}, squares = {};
   float lowest = group.x[0][0], highest = lowest;

@@ -26,7 +26,7 @@ constexpr int kFineGroup = 32;
 // for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
 //
 // Codes of eight bits (dtype kCodes8) are the integers of a symmetric quantization plus 128, with a scale per feature.
-// Their inputs have groups of either size, of which the last can be shorter.
+// Their inputs have groups of either size; the last one can be shorter.
 // Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kFineGroup inputs, which divides
 // in_features: code * scale - minimum, each a byte times a number of the feature.  A panel has the bytes of each group in
 // front of its codes (cpu_codes.h).

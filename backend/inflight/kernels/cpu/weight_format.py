@@ -65,7 +65,7 @@ class Codes(Protocol):
         """Codes of the weight [N, K], read from the panels of a `Linear` which has this format and these scales."""
 
     def header(self) -> Codes:
-        """What `unpacked` needs, without the codes."""
+        """The part that `unpacked` needs, without the codes."""
 
     def dequantize(self) -> Tensor:
         """The weights that these codes stand for, [N, K]."""

@@ -15,7 +15,7 @@ class Int8(Plain):
     """A `Scheme`.  Weights are loaded in the model's dtype, and quantized layer by layer when they are packed."""
 
     name = "int8"
-    tolerance = 0.1
+    tolerance = 0.25
     cpu_formats = Formats(INT8, FINE_INT8)
     needs_packing = True
 
