@@ -10,7 +10,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.loading.loader import device_of
+from inflight.loading.loaded_model import device_of
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.draft_runner import load_draft_runner
 from inflight.runner.model_runner import ModelRunner
