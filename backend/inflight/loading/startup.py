@@ -123,6 +123,8 @@ def _keep(cache: CacheFolder, key: str, loaded: LoadedModel) -> None:
     """Write it in a thread of its own: a disk takes seconds, and the engine is ready."""
     try:
         content, tensors = content_of(loaded)
+        if not key.startswith(checkpoint_key(loaded.config, cache)):
+            raise CannotKeep("the checkpoint has changed while it was loaded")
     except CannotKeep as why:
         _log.info("no weights are kept for the next start: %s", why)
         return
