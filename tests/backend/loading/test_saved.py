@@ -25,76 +25,22 @@ from inflight.loading.saved.identity import DECISIVE, checkpoint_key, program_ke
 
 # Options that change neither which weights are read nor what is made of them, nor whether that is right; a new option
 # belongs here or into DECISIVE.  Some of them keep a load from being kept at all.
-IRRELEVANT = [
-    "model",
-    "tokenizer",
-    "revision",
-    "tokenizer_revision",
-    "download_dir",
-    "trust_remote_code",
-    "load_format",
-    "device",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "itl_target_ms",
-    "max_num_partial_prefills",
-    "max_long_partial_prefills",
-    "long_prefill_token_threshold",
-    "async_scheduling",
-    "speculative_config",
-    "gpu_memory_utilization",
-    "kv_cache_memory",
-    "num_gpu_blocks_override",
-    "watermark",
-    "admission",
-    "preemption_victim",
-    "swap_space",
-    "preemption_mode",
-    "enable_prefix_caching",
-    "kernel_config",
-    "max_queue_size",
-    "scheduling_policy",
-    "priority_aging_seconds",
-    "sjf_aging_seconds",
-    "edf_default_timeout",
-    "priority_classes",
-    "tenants",
-    "tenant_header",
-    "stream_interval",
-    "default_max_tokens",
-    "generation_config",
-    "max_logprobs",
-    "max_n",
-    "max_stop_strings",
-    "max_bad_words",
-    "max_stop_token_ids",
-    "max_stop_bytes",
-    "max_name_bytes",
-    "max_input_bytes",
-    "exclude_input_in_output",
-    "wire_format",
-    "seed",
-    "cpu_threads",
-    "chat_template",
-    "chat_template_timeout",
-    "trust_request_chat_template",
-    "enforce_eager",
-    "max_cudagraph_capture_size",
-    "disable_log_stats",
-    "python_executable",
-    "step_trace",
-    "otlp_traces_endpoint",
-    "check_on_load",
-    "native_forward",
-    "max_replays",
-    "engine_timeout",
-    "spare_engine",
-    "engine_start_timeout",
-    "shared_step_rows",
-    "short_prompt_share",
-    "shed_on_predicted_wait",
-    "drain_timeout",
-]
+IRRELEVANT = set(
+    """
+    model tokenizer revision tokenizer_revision download_dir trust_remote_code load_format device max_num_seqs
+    max_num_batched_tokens itl_target_ms max_num_partial_prefills max_long_partial_prefills
+    long_prefill_token_threshold async_scheduling speculative_config gpu_memory_utilization kv_cache_memory
+    num_gpu_blocks_override watermark admission preemption_victim swap_space preemption_mode
+    enable_prefix_caching kernel_config max_queue_size scheduling_policy priority_aging_seconds
+    sjf_aging_seconds edf_default_timeout priority_classes tenants tenant_header stream_interval
+    default_max_tokens generation_config max_logprobs max_n max_stop_strings max_bad_words max_stop_token_ids
+    max_stop_bytes max_name_bytes max_input_bytes exclude_input_in_output wire_format seed cpu_threads
+    chat_template chat_template_timeout trust_request_chat_template enforce_eager max_cudagraph_capture_size
+    disable_log_stats python_executable step_trace otlp_traces_endpoint check_on_load native_forward max_replays
+    engine_timeout spare_engine engine_start_timeout shared_step_rows short_prompt_share shed_on_predicted_wait
+    drain_timeout
+    """.split()  # noqa: SIM905
+)
 
 
 @pytest.fixture(scope="module")

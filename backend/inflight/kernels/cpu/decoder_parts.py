@@ -46,7 +46,7 @@ def decoder_of_parts(values: dict[str, Any], tensors: Sequence[Tensor], attentio
         TypeError, KeyError: they are tables of another version.
     """
     layers = [
-        LayerTables(**_thawed(layer, tensors), **{_ADDRESS: address})
+        LayerTables(**{**_thawed(layer, tensors), _ADDRESS: address})
         for layer, address in zip(values["layers"], attention, strict=True)
     ]
     return DecoderTables(layers, **_thawed({k: v for k, v in values.items() if k != "layers"}, tensors))
@@ -76,7 +76,7 @@ def _packed_parts(weight: PackedWeight, tensors: list[Tensor]) -> dict[str, Any]
     attributes = {name: value for name, value in vars(weight).items() if name not in ("struct", "address")}
     names = {value.data_ptr(): name for name, value in attributes.items() if isinstance(value, Tensor)}
     struct: dict[str, Any] = {}
-    for name, kind in LinearStruct._fields_:
+    for name, kind, *_ in LinearStruct._fields_:
         value = getattr(weight.struct, name)
         if kind is ctypes.c_void_p and value:
             if value not in names:
@@ -101,7 +101,7 @@ def _thaw(value: Any, tensors: Sequence[Tensor]) -> Any:
     struct = parts.pop("struct")
     weight = PackedWeight.__new__(PackedWeight)
     vars(weight).update(_thawed(parts, tensors))
-    for name, _ in LinearStruct._fields_:
+    for name, *_ in LinearStruct._fields_:
         if isinstance(struct[name], str):
             struct[name] = getattr(weight, struct[name]).data_ptr()
     weight.struct = LinearStruct(**struct)

@@ -133,7 +133,7 @@ def _digest(model: NativeDecoder, backend: AttentionBackend, cases: list[Case], 
     """Of the logits: a token's are the same in any batch, with any block size and number of threads."""
     state = xxhash.xxh3_128()
     for logits in paged_logits(model, backend, cases, block_size, _CPU, ()):
-        state.update(logits.contiguous().numpy())
+        state.update(logits.contiguous().numpy().data)
     return state.digest()
 
 

@@ -135,7 +135,7 @@ def read_tensors(descriptor: int, layout: Layout) -> list[Tensor]:
         Damaged: their bytes are not those that were written.
     """
     memory = allocate(layout.size, dtype=torch.uint8)
-    view, state = memoryview(memory.numpy()), xxhash.xxh3_128()
+    view, state = memoryview(memory.numpy().data), xxhash.xxh3_128()
     for at in range(0, layout.size, _CHUNK):
         part = view[at : at + _CHUNK]
         if os.preadv(descriptor, [part], layout.start + at) != len(part):
@@ -161,7 +161,7 @@ def _offsets(tensors: Sequence[Tensor]) -> tuple[list[int], int]:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+    return memoryview(tensor.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def _write_all(descriptor: int, data: memoryview, offset: int) -> None:
