@@ -1,9 +1,8 @@
 """`load_or_reuse`: a loaded model, from what an earlier load has kept, or from the checkpoint.
 
 Only a load that has passed its check at load is kept, by the content of its checkpoint, its options, and this program
-(`saved/identity.py`).  What is read is verified, and a few tokens must have the logits of that load to the last bit;
-else the checkpoint is loaded and checked in full, and what it decides is kept anew.  transformers is imported for that
-only.
+(`saved/identity.py`).  Every byte that is read is verified, and a few tokens must have the logits of that load to the
+last bit; else the checkpoint is loaded and checked in full, and that load is kept.  Only this imports transformers.
 """
 
 from __future__ import annotations

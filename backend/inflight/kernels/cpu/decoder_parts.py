@@ -24,7 +24,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 def parts_of_decoder(tables: DecoderTables) -> tuple[dict[str, Any], list[Tensor]]:
-    """Values of which msgpack knows all types, and the tensors that they number.
+    """Values of msgpack's own types, and the tensors; a value refers to one by its number.
 
     Raises:
         TypeError: a table has a part of another kind.

@@ -2,7 +2,7 @@
 
 $INFLIGHT_CACHE, else $XDG_CACHE_HOME/inflight, else ~/.cache/inflight          INFLIGHT_CACHE=off: nothing is kept
     weights/<checkpoint>-<program>.iw     a kept load (`weights_file.py`)
-    weights/<checkpoint>-<program>.part   one that is being written, by whoever holds its lock
+    weights/<checkpoint>-<program>.part   one that is being written, by the process that has locked it
     weights/<digest>.digest               what has been read of a checkpoint's file (`identity.py`)
 """
 
@@ -27,7 +27,7 @@ _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def cache_folder() -> CacheFolder | None:
-    """What the environment names; None if nothing is to be kept."""
+    """The folder that the environment names; None if nothing is to be kept."""
     named = os.environ.get("INFLIGHT_CACHE", "")
     if named.lower() in ("off", "0", "false"):
         return None

@@ -1,4 +1,4 @@
-"""What a file of kept weights is named by: content, never names.  No torch.
+"""The name of a file of kept weights: digests of content, never names.  No torch.
 
 Two keys.  That of the checkpoint covers the bytes of config.json, generation_config.json and every weight, and the
 options that decide what is made of them.  That of the program covers Inflight's code and kernels, the versions of torch

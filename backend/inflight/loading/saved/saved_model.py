@@ -1,4 +1,4 @@
-"""What a load has decided and packed, as the content of a file of kept weights; and a loaded model from such a file."""
+"""The content of a file of kept weights: decisions and panels of a load; and a loaded model from such a file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def content_of(loaded: LoadedModel) -> tuple[dict[str, Any], list[Tensor]]:
-    """What to write of a model that has been loaded and checked; writes to the first blocks of the pool.
+    """The values and tensors of a model that was loaded and checked; writes to the first blocks of the pool.
 
     Raises:
         CannotKeep: it runs in another way than as a native decoder, or its check was not complete.

@@ -132,7 +132,7 @@ def read_tensors(descriptor: int, layout: Layout) -> list[Tensor]:
     """The tensors, on huge pages if available.
 
     Raises:
-        Damaged: their bytes are not those that were written.
+        Damaged: their bytes have changed since they were written.
     """
     memory = allocate(layout.size, dtype=torch.uint8)
     view, state = memoryview(memory.numpy().data), xxhash.xxh3_128()
