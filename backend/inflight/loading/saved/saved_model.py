@@ -35,6 +35,7 @@ _SEQUENCES = 2  # of the check at load: one at the start, and one at the very en
 class _Content(msgspec.Struct, forbid_unknown_fields=True):
     """
     Attributes:
+        model: the checkpoint as it was named, for lists only.
         max_model_len, vocab_size, eos_token_ids, dtype, attention_backend: see `CheckpointInfo`.
         layers: the `LayerSpec` of each layer.
         decoder: see `decoder_parts`.
@@ -42,6 +43,7 @@ class _Content(msgspec.Struct, forbid_unknown_fields=True):
         logits: XXH3-128 of their logits, float32, which the start must compute to the last bit.
     """
 
+    model: str
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
@@ -72,6 +74,7 @@ def content_of(loaded: LoadedModel) -> tuple[dict[str, Any], list[Tensor]]:
     except TypeError as error:
         raise CannotKeep(str(error)) from None
     content = _Content(
+        model=loaded.config.model,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
         eos_token_ids=info.eos_token_ids,
