@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import VOCAB, make_checkpoint
 
 from inflight.config import EngineConfig
@@ -328,3 +329,25 @@ def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_kept(
     start(llama)
     assert "has changed while it was loaded" in caplog.text
     assert not list(cache.glob("*.iw"))
+
+
+def test_tensors_of_several_blocks_come_back_and_a_changed_bit_in_any_block_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_file, "_BLOCK", 4096)
+    monkeypatch.setattr(weights_file, "_CHUNK", 1000)
+    tensors = [torch.arange(3000), torch.ones(7, 5, dtype=torch.bfloat16), torch.empty(0), torch.arange(9000)]
+    with (tmp_path / "a.iw").open("w+b") as file:
+        weights_file.write(file.fileno(), "a", {}, tensors)
+        layout = weights_file.read_header(file.fileno(), "a").layout
+        assert len(layout.sums) == -(-layout.size // 4096) > 20
+        found = weights_file.read_tensors(file.fileno(), layout)
+        assert all(map(torch.equal, found, tensors))
+        assert [each.dtype for each in found] == [each.dtype for each in tensors]
+        for block in range(len(layout.sums)):
+            at = layout.start + min(block * 4096 + 77, layout.size - 1)
+            byte = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
+            with pytest.raises(weights_file.Damaged, match="weights are changed"):
+                weights_file.read_tensors(file.fileno(), layout)
+            os.pwrite(file.fileno(), byte, at)
