@@ -34,7 +34,7 @@ install() {
 install --retries 0 --no-deps --index-url https://download.pytorch.org/whl/cpu 'torch>=2.11,<2.12' 2>/dev/null ||
     echo "cannot reach the index of torch's CPU wheels; installing torch from PyPI"
 install 'torch>=2.11,<2.12' 'triton>=3.6,<3.7' 'transformers>=5.17,<5.18' 'numpy>=2,<2.4' 'msgspec>=0.19' \
-    'tokenizers>=0.22' 'safetensors>=0.5' 'jinja2>=3.1' 'llguidance>=1.3,<2' 'ahocorasick-rs>=1.0' \
+    'tokenizers>=0.22' 'safetensors>=0.5' 'jinja2>=3.1' 'llguidance>=1.3,<2' 'ahocorasick-rs>=1.0' 'xxhash>=3.4' \
     'pytest>=8.3,<9.2' 'pytest-xdist>=3.6' 'pytest-timeout>=2.3' 'pytest-asyncio>=0.25' 'hypothesis>=6.120'
 
 "$dir/bin/python" - <<'END'

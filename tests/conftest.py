@@ -40,6 +40,7 @@ def count_gpus(library: str = "libcuda.so.1") -> int:
 
 for name, value in environment(count_gpus() > 0, len(os.sched_getaffinity(0))).items():
     os.environ.setdefault(name, value)
+os.environ["INFLIGHT_CACHE"] = "off"  # every load is a full one, and nothing is left in the user's folder
 
 with contextlib.suppress(ImportError):  # the tests of the GPU run without hypothesis
     from hypothesis import HealthCheck, settings

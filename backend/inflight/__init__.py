@@ -38,7 +38,7 @@ _MODULES = {
     "SamplingParams": "inflight.in_process.params",
     "grammar": "inflight.frontend.request.structured_outputs",
 }
-_BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers"}
+_BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers", "xxhash"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ from charts import (
     of_kind,
     only,
     render,
+    server,
     validate,
     values_of,
 )
@@ -99,6 +100,15 @@ def test_alerts_and_dashboard_are_those_of_the_repository() -> None:
     found = manifests("everything")
     assert only(found, "PrometheusRule")["spec"]["groups"][0]["name"] == "inflight"
     assert json.loads(only(found, "ConfigMap", name=f"{FULLNAME}-dashboard")["data"]["inflight.json"]) == DASHBOARD
+
+
+def test_packed_weights_are_kept_on_a_claim_only() -> None:
+    """An emptyDir has a limit, and a pod that exceeds it is evicted."""
+    for cache, kept in [({}, False), ({"existingClaim": "shared"}, True), ({"perReplica": True}, True)]:
+        kind = {"workload": {"kind": "StatefulSet"}} if "perReplica" in cache else {}
+        triton = containers(server(render({"cache": cache, **kind})))["triton"]
+        assert {"name": "INFLIGHT_CACHE", "value": "off"} in triton["env"] or kept
+        assert not kept or all(entry["name"] != "INFLIGHT_CACHE" for entry in triton["env"])
 
 
 def test_a_packaged_chart_contains_alerts_and_dashboard(tmp_path: Path) -> None:

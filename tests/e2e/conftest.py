@@ -43,6 +43,7 @@ GROUPS = {
         "draining",
         "frontend_fake_engine",
         "grouping",
+        "kept_weights",
         "kubernetes",
         "latency",
         "memory",

@@ -32,6 +32,7 @@ from inflight_tools.gateway import (
     gateway,
     read_keys,
 )
+from inflight_tools.kept_weights import weights
 from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
 from inflight_tools.operator import drain, models, status
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
@@ -365,6 +366,7 @@ app.command()(chat)
 app.command()(models)
 app.command()(status)
 app.command()(drain)
+app.command()(weights)
 app.command()(trace)
 app.command()(calibrate)
 app.command()(simulate)

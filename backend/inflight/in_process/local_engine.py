@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
@@ -30,6 +31,9 @@ from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_l
 from inflight.in_process.params import SamplingParams, engine_params
 from inflight.in_process.turns import InterruptLater, TurnLock
 from inflight.runner.pipeline import make_runner, placed
+
+if find_spec("transformers") is None:  # only a full load imports it, which is too late to say what to install
+    raise ModuleNotFoundError("No module named 'transformers'", name="transformers")
 
 __all__ = ["LocalEngine", "OpenRequest"]
 

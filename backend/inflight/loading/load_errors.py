@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from pathlib import Path
 
-__all__ = ["LoadError", "NotRecognised", "in_models_code", "in_one_line"]
+__all__ = ["CannotKeep", "LoadError", "NotRecognised", "in_models_code", "in_one_line"]
 
 
 class LoadError(RuntimeError):
@@ -29,3 +29,7 @@ def in_models_code(error: Exception) -> str:
         if name.startswith(("modeling", "configuration")) and name != "modeling_utils.py":
             return f" (in {frame.name}, {name}:{frame.lineno})"
     return ""
+
+
+class CannotKeep(Exception):
+    """The weights of this load are not kept for the next start, or not taken from there; says why."""

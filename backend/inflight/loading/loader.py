@@ -15,22 +15,17 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
-from inflight.attention.base import AttentionBackend, LayerSpec
+from inflight.attention.base import LayerSpec
 from inflight.attention.dtypes import KV_DTYPES
 from inflight.config import EngineConfig
-from inflight.device.host_cache import HostCache, host_cache_of
-from inflight.device.memory import DeviceMeter, available_memory, meter_of
-from inflight.device.step_hook import StepHook
-from inflight.engine.attached import RequestChoice
-from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.grammars.base import Grammars
+from inflight.device.memory import available_memory, meter_of
 from inflight.kernels.registry import check_switches, select_attention
 from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, position_limits, that_fit
@@ -46,13 +41,13 @@ from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.forward.switched_kernels import attach_kernels
 from inflight.loading.grammars import checkpoint_grammars
 from inflight.loading.load_errors import LoadError, in_models_code
-from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_cpu, plan_on_gpu
+from inflight.loading.loaded_model import CheckpointInfo, LoadedModel, Sizing, device_of
+from inflight.loading.memory_plan import plan_on_cpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.profile_step import largest_steps
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
-__all__ = ["CheckpointInfo", "LoadError", "LoadedModel", "device_of", "load"]
+__all__ = ["LoadError", "LoadedModel", "load"]
 
 _log = logging.getLogger(__name__)
 
@@ -61,142 +56,6 @@ _log = logging.getLogger(__name__)
 _CHECKED_TOKENS = 512
 _CHECKED_WEIGHTS = 4_000_000_000
 _REPEATS = 8  # sequences at each place, where half precision can change the choice of an expert
-
-
-@dataclass
-class CheckpointInfo:
-    """Facts about the loaded checkpoint for the engine and the frontend.
-
-    Attributes:
-        max_model_len: maximum tokens per request; never more than the pool can hold.
-        vocab_size: logits per token.
-        eos_token_ids: ids that end a request unless it ignores them.
-        load_seconds: time that loading took.
-        num_blocks: KV blocks in the pool; this field and the sizes below are 0 until the pool is allocated.
-        kv_bytes: size of the pool.
-        num_host_blocks: KV blocks in host memory, for swapped requests.
-        swap_seconds_per_block: measured time to copy a block to the host and back.
-        choices: made for each request on arrival, such as the frequencies of its rotary embedding.
-        grammars: of the checkpoint's vocabulary.
-        graph_bytes: bytes that captured CUDA graphs take.
-    """
-
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: list[int]
-    dtype: str
-    device: str
-    attention_backend: str
-    load_seconds: float = 0.0
-    num_blocks: int = 0
-    kv_bytes: int = 0
-    num_host_blocks: int = 0
-    swap_seconds_per_block: float = 0.0
-    choices: list[RequestChoice] = field(default_factory=list)
-    grammars: Grammars | None = None
-    graph_bytes: int = 0
-
-
-@dataclass
-class _Sizing:
-    """The measurements that size a GPU's pool, once a step can be run.
-
-    Attributes:
-        meter: of the device.
-        used_before: bytes in use before the weights were loaded.
-        weights: bytes of parameters and buffers.
-        num_blocks: of the pool that steps are measured with.
-        check: is repeated with the real pool.
-    """
-
-    meter: DeviceMeter
-    used_before: int
-    weights: int
-    num_blocks: int
-    check: LoadCheck
-
-
-class StepGraphs(Protocol):
-    """The CUDA graphs of a runner's steps, if it captures any."""
-
-    def measure(self, meter: DeviceMeter) -> int:
-        """Bytes that `capture` will take; leaves nothing of it allocated.  On a pool of any size."""
-
-    def capture(self, meter: DeviceMeter) -> int:
-        """Capture on the pool that steps will use; returns the bytes that it took."""
-
-
-@dataclass
-class LoadedModel:
-    """Ready for ragged batches; on a GPU after `allocate`.
-
-    Attributes:
-        model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
-            module or its replacement.
-        host_cache: host memory for swapped requests, if any.
-        hooks: are called before the forward pass of each step.
-    """
-
-    config: EngineConfig
-    model: Any
-    backend: AttentionBackend
-    layers: PagedLayers
-    info: CheckpointInfo
-    device: torch.device
-    dtype: torch.dtype
-    start: float
-    host_cache: HostCache | None = None
-    hooks: list[StepHook] = field(default_factory=list)
-    _sizing: _Sizing | None = field(default=None, repr=False)
-
-    def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
-        """On a GPU, give the pool what the largest step and the graphs leave; on a CPU `load` has allocated it.
-
-        Args:
-            run: runs a step as it will be run, sampling included.
-            graphs: captured here, once the addresses of the pool are known.
-
-        Raises:
-            LoadError: the largest step, or one request of `max_model_len`, does not fit; or the logits are wrong.
-        """
-        if self._sizing is None:
-            return
-        sizing, self._sizing = self._sizing, None
-        self._allocate(self._measured_plan(sizing, run, graphs))
-        _require(sizing.check.that_fits(self.info.num_blocks), self.model)
-        if graphs is not None:
-            self.info.graph_bytes = graphs.capture(sizing.meter)
-        self._finish()
-
-    def _measured_plan(
-        self, sizing: _Sizing, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None
-    ) -> MemoryPlan:
-        config, info, meter = self.config, self.info, sizing.meter
-        results: list[StepOutput] = []
-        outs = largest_steps(config, info.max_model_len, sizing.num_blocks, info.vocab_size)
-        step = max(meter.peak_of(partial(lambda out: results.append(run(out)), out)) for out in outs)
-        if any(result.failure for result in results):
-            raise LoadError(
-                f"a step of max_num_batched_tokens={config.step_tokens} and max_num_seqs="
-                f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
-            )
-        for_graphs = graphs.measure(meter) if graphs is not None else 0
-        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step, for_graphs)
-        return plan_on_gpu(config, self.layers.bytes_per_block, info.max_model_len, memory)
-
-    def _allocate(self, plan: MemoryPlan) -> None:
-        _log.info("%s", plan)
-        info, bytes_per_block = self.info, self.layers.bytes_per_block
-        info.num_blocks, info.kv_bytes = plan.num_blocks, plan.pool
-        info.num_host_blocks = num_host_blocks(self.config, bytes_per_block, plan.num_blocks, self.device)
-        self.layers.allocate(plan.num_blocks)
-
-    def _finish(self) -> None:
-        """The pool is allocated and the logits are right."""
-        if self.info.num_host_blocks:
-            self.host_cache = host_cache_of(self.layers.caches, self.info.num_host_blocks)
-            self.info.swap_seconds_per_block = self.host_cache.seconds_per_block()
-        self.info.load_seconds = time.perf_counter() - self.start
 
 
 def load(config: EngineConfig) -> LoadedModel:
@@ -249,33 +108,27 @@ def load(config: EngineConfig) -> LoadedModel:
     if meter is not None:
         layers.allocate(num_blocks)
     else:
-        loaded._allocate(plan_on_cpu(config, layers.bytes_per_block, length, available_memory(device)))
+        loaded.give_pool(plan_on_cpu(config, layers.bytes_per_block, length, available_memory(device)))
         num_blocks = info.num_blocks
-    found_cases = that_fit(found_cases, num_blocks, config.block_size)
+    all_cases, found_cases = found_cases, that_fit(found_cases, num_blocks, config.block_size)
     enter_phase("computing reference logits")
     check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
     loaded.model = _checked_forward(model, config, check, device, length)
+    if config.check_on_load and found_cases == all_cases:
+        loaded.checked = found_cases
     if loaded.model is model and not found.keeps_logits:
         _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
         loaded.model = KeepsLogits(model)
     if meter is not None:
-        loaded._sizing = _Sizing(meter, used_before, _weight_bytes(model), num_blocks, check)
+        recheck = partial(_recheck, check, loaded)
+        loaded.sizing = Sizing(meter, used_before, _weight_bytes(model), num_blocks, check, recheck)
     else:
-        loaded._finish()
+        loaded.finish()
     return loaded
 
 
-def device_of(name: str) -> torch.device:
-    """The device that the option `device` names.
-
-    Raises:
-        LoadError: there is no such device.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise LoadError('device="cuda", but torch finds no CUDA device; install a CUDA build of torch or use "cpu"')
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+def _recheck(check: LoadCheck, loaded: LoadedModel, num_blocks: int) -> None:
+    _require(check.that_fits(num_blocks), loaded.model)
 
 
 def _weight_bytes(model: nn.Module) -> int:

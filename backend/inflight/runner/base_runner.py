@@ -12,7 +12,8 @@ from inflight.device.batch_state import BatchState
 from inflight.device.host_cache import HostCache
 from inflight.engine.step import SchedulerOutput
 from inflight.kernels.registry import select_sampling
-from inflight.loading.loader import LoadedModel, load
+from inflight.loading.loaded_model import LoadedModel
+from inflight.loading.startup import load_or_reuse
 from inflight.runner import cpu_threads
 from inflight.runner.forward_pass import ForwardPass
 from inflight.runner.prompt_logprobs import PromptLogprobs
@@ -25,9 +26,9 @@ __all__ = ["BaseRunner", "load_on_threads"]
 
 
 def load_on_threads(config: EngineConfig) -> LoadedModel:
-    """`loader.load`, with as many threads as this process can use."""
+    """`load_or_reuse`, with as many threads as this process can use."""
     torch.set_num_threads(config.cpu_threads or min(torch.get_num_threads(), cpu_threads.available_cpus()))
-    return load(config)
+    return load_or_reuse(config)
 
 
 class BaseRunner:

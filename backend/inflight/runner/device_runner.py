@@ -24,7 +24,7 @@ from inflight.config import EngineConfig
 from inflight.device.device_queue import DeviceEvent, DeviceQueue, queue_of
 from inflight.device.memory import attempt
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.loading.loader import LoadedModel
+from inflight.loading.loaded_model import LoadedModel
 from inflight.runner.base_runner import BaseRunner, load_on_threads
 from inflight.runner.graphs import Padding, decode_graphs
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from inflight.config import STORED, ConfigError, EngineConfig
-from inflight.loading.checkpoint.checkpoint_config import max_model_len, read_config
 from inflight.loading.load_errors import LoadError
 from inflight.speculative import SpeculativeConfig
 
@@ -35,6 +34,8 @@ def load_draft_runner(config: EngineConfig, load: Callable[[EngineConfig], Any])
 
 
 def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineConfig:
+    from inflight.loading.checkpoint.checkpoint_config import max_model_len, read_config  # transformers
+
     assert speculative.model is not None
     own = msgspec.structs.replace(
         config,

@@ -10,8 +10,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.loading.loader import device_of
-from inflight.runner.device_runner import DeviceRunner
+from inflight.loading.loaded_model import device_of
 from inflight.runner.draft_runner import load_draft_runner
 from inflight.runner.model_runner import ModelRunner
 
@@ -88,7 +87,11 @@ def make_runner(config: EngineConfig) -> Any:
 
 
 def _device_runner(config: EngineConfig) -> Any:
-    return DeviceRunner(config) if _on_gpu(config) else ModelRunner(config)
+    if not _on_gpu(config):
+        return ModelRunner(config)
+    from inflight.runner.device_runner import DeviceRunner  # graphs and their kernels, which a CPU does not need
+
+    return DeviceRunner(config)
 
 
 def _on_gpu(config: EngineConfig) -> bool:

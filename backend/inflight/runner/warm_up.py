@@ -12,7 +12,7 @@ __all__ = ["warm_up"]
 
 
 def warm_up(config: EngineConfig, idle: bool) -> None:
-    """Import what `make_runner` needs for this checkpoint.
+    """Import what `make_runner` needs for this checkpoint; not transformers, if its packed weights are kept.
 
     Allocates no weights, touches no device and leaves no thread.  Ignores failed imports: loading reports them.
 
@@ -28,10 +28,15 @@ def _import(config: EngineConfig, idle: bool) -> None:
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     with contextlib.suppress(Exception):
+        import inflight.runner.pipeline
+        from inflight.loading.startup import is_kept
+
+        if is_kept(config):
+            return
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
         from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        import inflight.runner.pipeline  # noqa: F401
+        import inflight.loading.loader  # noqa: F401
         from inflight.loading.checkpoint.checkpoint_config import read_config
 
         model_config = read_config(config)

@@ -208,7 +208,7 @@ def test_rows_of_zeros_stay_zero_in_codes(stored_as: WeightFormat) -> None:
 def test_int8_is_ignored_unless_four_divides_the_input_features() -> None:
     weight = random(8, 6, dtype=torch.float32)
     packed = PackedWeight([weight], stored_as=INT8)
-    assert isinstance(packed.codes, Values)
+    assert isinstance(packed.codes(), Values)
     assert torch.equal(packed.unpack()[0], weight)
 
 
@@ -276,7 +276,7 @@ def test_unpacking_restores_codes_of_four_bits(case: st.DataObject) -> None:
     """All that a file could hold, not just what `encode` chooses."""
     outputs, groups = 2 * case.draw(st.integers(1, 40)), case.draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(case.draw(st.integers(0, 2**16)))
-    codes = Codes4.empty(outputs, 32 * groups)
+    codes = Codes4.empty((outputs, 32 * groups), torch.empty(outputs), torch.empty(outputs))
     codes.values.random_(0, 16, generator=generator)
     codes.group_scales.random_(0, 256, generator=generator)
     codes.group_mins.random_(0, 256, generator=generator)
@@ -288,7 +288,7 @@ def test_unpacking_restores_codes_of_four_bits(case: st.DataObject) -> None:
             return codes
 
     packed = PackedWeight([torch.empty(outputs, 32 * groups)], gated=case.draw(st.booleans()), stored_as=Stored())
-    found = packed.codes.unpacked(packed.address, (outputs, 32 * groups))
+    found = packed.codes()
     assert isinstance(found, Codes4)
     for name in ("values", "group_scales", "group_mins", "scales", "mins"):
         assert torch.equal(getattr(found, name), getattr(codes, name)), name

@@ -172,7 +172,7 @@ def test_a_checkpoint_keeps_its_blocks(path: str, small_card: None) -> None:
         assert torch.equal(made.dequantised(torch.float32).cpu(), actual[f"{name}.weight"])
     plain = loaded(path)
     assert not layers_of(plain.model)
-    assert model._sizing.check.error(model.model) < 2 * plain._sizing.check.error(plain.model) + 1e-3
+    assert model.sizing.check.error(model.model) < 2 * plain.sizing.check.error(plain.model) + 1e-3
 
 
 def test_the_engine_gives_the_tokens_of_dequantised_weights(path: str, small_card: None) -> None:

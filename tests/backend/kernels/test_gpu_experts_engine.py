@@ -66,8 +66,8 @@ def loaded(path: str, **options: Any) -> LoadedModel:
 
 def error(model: LoadedModel) -> float:
     """Relative error of its logits, against transformers' in float32 with the same weights."""
-    assert model._sizing is not None
-    return model._sizing.check.error(model.model)
+    assert model.sizing is not None
+    return model.sizing.check.error(model.model)
 
 
 def experts_of(model: LoadedModel) -> list[torch.nn.Module]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
-from inflight.kernels.cpu.weight_format import PLAIN, WeightFormat
+from inflight.kernels.cpu.weight_format import PLAIN, Codes, WeightFormat, empty_codes
 
 __all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
 
@@ -52,7 +52,7 @@ class PackedWeight:
         stored_as: the format of the weights.
 
     Attributes:
-        codes: their format and scales.
+        scales, mins: float32 [out_features] of the stored codes; None if they have none.
         struct: the layer's description for the kernel.
         address: of `struct`.
 
@@ -78,11 +78,11 @@ class PackedWeight:
         self.num_results = self.out_features // 2 if gated else self.out_features
         self.bias = _merged_bias(biases, self.sizes)
         codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
-        self.codes = codes.header()
+        self.scales, self.mins = codes.scales, codes.mins
         self.struct = LinearStruct(
             bias=address_of(self.bias),
-            scales=address_of(codes.scales),
-            mins=address_of(codes.mins),
+            scales=address_of(self.scales),
+            mins=address_of(self.mins),
             in_features=self.in_features,
             out_features=self.out_features,
             dtype=codes.dtype,
@@ -97,9 +97,15 @@ class PackedWeight:
 
     def unpack(self) -> list[Tensor]:
         """The weights as they were given, or as their codes say."""
-        codes = self.codes.unpacked(self.address, (self.out_features, self.in_features))
-        plain = codes.dequantize().to(self.dtype)
+        plain = self.codes().dequantize().to(self.dtype)
         return [part.clone() for part in plain.split(self.sizes)] if len(self.sizes) > 1 else [plain]
+
+    def codes(self) -> Codes:
+        """The codes that the panels hold."""
+        size = self.out_features, self.in_features
+        codes = empty_codes(size, self.panels.dtype, self.scales, self.mins, self.struct.input_group)
+        codes.unpack(self.address)
+        return codes
 
 
 def _merged_bias(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:

@@ -61,11 +61,8 @@ class Codes(Protocol):
     def pack(self, linear: int) -> None:
         """Write the panels of the `Linear` at this address."""
 
-    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes:
-        """Codes of the weight [N, K], read from the panels of a `Linear` which has this format and these scales."""
-
-    def header(self) -> Codes:
-        """The part that `unpacked` needs, without the codes."""
+    def unpack(self, linear: int) -> None:
+        """Fill the codes from the panels of the `Linear` at this address."""
 
     def dequantize(self) -> Tensor:
         """The weights that these codes stand for, [N, K]."""
@@ -90,13 +87,8 @@ class Values:
     def pack(self, linear: int) -> None:
         library().inflight_ops_pack(linear, self.values.data_ptr(), torch.get_num_threads())
 
-    def unpacked(self, linear: int, size: tuple[int, int]) -> Values:
-        values = torch.empty(size, dtype=self.storage)
-        library().inflight_ops_unpack(linear, values.data_ptr(), torch.get_num_threads())
-        return Values(values)
-
-    def header(self) -> Values:
-        return Values(self.values.new_empty(0))
+    def unpack(self, linear: int) -> None:
+        library().inflight_ops_unpack(linear, self.values.data_ptr(), torch.get_num_threads())
 
     def dequantize(self) -> Tensor:
         return self.values
@@ -120,13 +112,8 @@ class Codes8:
     def pack(self, linear: int) -> None:
         library().inflight_ops_pack(linear, self.values.data_ptr(), torch.get_num_threads())
 
-    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes8:
-        values = torch.empty(size, dtype=torch.uint8)
-        library().inflight_ops_unpack(linear, values.data_ptr(), torch.get_num_threads())
-        return Codes8(values, self.scales, self.input_group)
-
-    def header(self) -> Codes8:
-        return Codes8(self.values.new_empty(0), self.scales, self.input_group)
+    def unpack(self, linear: int) -> None:
+        library().inflight_ops_unpack(linear, self.values.data_ptr(), torch.get_num_threads())
 
     def dequantize(self) -> Tensor:
         return (self.values.float() - _ZERO) * self.scales[:, None]
@@ -157,11 +144,10 @@ class Codes4:
     input_group = _FINE_GROUP
 
     @staticmethod
-    def empty(features: int, inputs: int) -> Codes4:
-        """To be filled."""
-        values = torch.empty(features, inputs, dtype=torch.uint8)
-        scales = torch.empty(features, inputs // _FINE_GROUP, dtype=torch.uint8)
-        return Codes4(values, scales, torch.empty_like(scales), torch.empty(features), torch.empty(features))
+    def empty(size: tuple[int, int], scales: Tensor, mins: Tensor) -> Codes4:
+        """Of a weight of `size` [N, K], to be filled."""
+        groups = torch.empty(size[0], size[1] // _FINE_GROUP, dtype=torch.uint8)
+        return Codes4(torch.empty(size, dtype=torch.uint8), groups, torch.empty_like(groups), scales, mins)
 
     @property
     def struct(self) -> _PlainCodes4:
@@ -171,20 +157,25 @@ class Codes4:
     def pack(self, linear: int) -> None:
         library().inflight_ops_pack4(linear, ctypes.byref(self.struct), torch.get_num_threads())
 
-    def unpacked(self, linear: int, size: tuple[int, int]) -> Codes4:
-        found = Codes4.empty(*size)
-        library().inflight_ops_unpack4(linear, ctypes.byref(found.struct), torch.get_num_threads())
-        return Codes4(found.values, found.group_scales, found.group_mins, self.scales, self.mins)
-
-    def header(self) -> Codes4:
-        nothing = self.values.new_empty(0)
-        return Codes4(nothing, nothing, nothing, self.scales, self.mins)
+    def unpack(self, linear: int) -> None:
+        library().inflight_ops_unpack4(linear, ctypes.byref(self.struct), torch.get_num_threads())
 
     def dequantize(self) -> Tensor:
         scales = self.group_scales.float() * self.scales[:, None]
         mins = self.group_mins.float() * self.mins[:, None]
         groups = self.values.view(*self.group_scales.shape, _FINE_GROUP).float()
         return (groups * scales[..., None] - mins[..., None]).view(self.values.shape)
+
+
+def empty_codes(
+    size: tuple[int, int], storage: torch.dtype, scales: Tensor | None, mins: Tensor | None, input_group: int
+) -> Codes:
+    """Codes with these attributes (see `Codes`) of a weight of `size` [N, K], to be filled from panels."""
+    if scales is None:
+        return Values(torch.empty(size, dtype=storage))
+    if mins is None:
+        return Codes8(torch.empty(size, dtype=storage), scales, input_group)
+    return Codes4.empty(size, scales, mins)
 
 
 class WeightFormat(Protocol):
@@ -235,11 +226,12 @@ class Int4Format:
     def encode(self, weight: Tensor) -> Codes:
         if weight.shape[1] % _FINE_GROUP:
             return INT8.encode(weight)
-        codes = Codes4.empty(*weight.shape)
+        size = len(weight), weight.shape[1]
+        codes = Codes4.empty(size, torch.empty(size[0]), torch.empty(size[0]))
         library().inflight_ops_choose_codes(
             weight.data_ptr(),
             DTYPE_CODES[weight.dtype],
-            *weight.shape,
+            *size,
             ctypes.byref(codes.struct),
             codes.scales.data_ptr(),
             codes.mins.data_ptr(),

@@ -43,6 +43,11 @@
     - name: HF_HUB_OFFLINE
       value: "1"
     {{- end }}
+    {{- if not (or .Values.cache.existingClaim .Values.cache.perReplica) }}
+    # Packed weights beside the checkpoint could exceed the emptyDir's limit, and the pod would be evicted.
+    - name: INFLIGHT_CACHE
+      value: "off"
+    {{- end }}
     {{- with .Values.server.extraEnv }}
     {{- toYaml . | nindent 4 }}
     {{- end }}

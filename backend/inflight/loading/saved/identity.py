@@ -1,0 +1,145 @@
+"""The name of a file of kept weights: digests of content, never names.  No torch.
+
+Two keys.  That of the checkpoint covers the bytes of config.json, generation_config.json and every weight, and the
+options that decide what is made of them.  That of the program covers Inflight's code and kernels, the versions of torch
+and transformers, and the CPU's instruction set.  Neither covers thread counts or limits of a batch: they change no bit.
+
+Weights are read whole, by XXH3 at 20 GB/s; a load reads them in any case.  Their digests are remembered by device,
+inode, size, mtime and ctime, so that the next start reads none.  A tool can set an mtime, but not a ctime.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from inflight.config import STORED, EngineConfig
+from inflight.hub import CheckpointFileError, checkpoint_file
+from inflight.loading.load_errors import CannotKeep
+from inflight.loading.saved.cache_folder import CacheFolder
+
+__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "program_key"]
+
+FORMAT = 1  # of the keys and of the file
+DECISIVE = ("attention_backend", "block_size", "dtype", "kv_cache_dtype", "max_model_len", "quantization")
+
+_CONFIGS = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_CHUNK = 2**20  # stays in a core's cache between the read and the digest
+_SETTLED_NS = 3 * 10**9  # a younger file can change once more within the resolution of its times
+_PACKAGE = Path(__file__).parents[2]
+_SOURCES = ("attention", "device", "kernels/cpu", "loading", "ops")
+
+
+class _Remembered(msgspec.Struct):
+    """The digest of a file that had these times and sizes."""
+
+    stat: tuple[int, int, int, int, int]
+    digest: bytes
+
+
+def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
+    """Of the checkpoint and the options: 32 hexadecimal digits.
+
+    Raises:
+        CannotKeep: it is not one that is kept; says why.
+    """
+    _expect_plain(config)
+    try:
+        found = checkpoint_file(config.model, "config.json", config.revision)
+    except CheckpointFileError as error:
+        raise CannotKeep(str(error)) from None
+    if found is None:
+        raise CannotKeep(f"{config.model!r} has no config.json")
+    folder, digest = found.parent, hashlib.blake2b(digest_size=16)
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise CannotKeep(f"{config.model!r} has no safetensors files")
+    if (folder / "adapter_config.json").exists():
+        raise CannotKeep(f"{config.model!r} has an adapter")
+    _expect_unquantized(found)
+    options = {name: getattr(config, name) for name in DECISIVE}
+    digest.update(msgspec.json.encode([FORMAT, options], order="deterministic"))
+    try:
+        for path in (folder / name for name in _CONFIGS):
+            content = path.read_bytes() if path.is_file() else b""
+            digest.update(msgspec.json.encode([path.name, hashlib.blake2b(content).hexdigest()]))
+        for path in weights:
+            digest.update(msgspec.json.encode([path.name, _digest_of(path, cache)]))
+    except OSError as error:
+        raise CannotKeep(f"{config.model!r} cannot be read: {error}") from None
+    return digest.hexdigest()
+
+
+def program_key(instruction_set: str, library: Path, torch_version: str) -> str:
+    """Of the code that makes the weights' panels and reads them: 16 hexadecimal digits."""
+    digest = hashlib.blake2b(digest_size=8)
+    sources = sorted(path for name in _SOURCES for path in (_PACKAGE / name).rglob("*.py"))
+    digest.update(msgspec.json.encode([FORMAT, instruction_set, torch_version, _version("transformers")]))
+    for path in (library, *sources):
+        digest.update(xxhash.xxh3_128_digest(path.read_bytes()))
+    return digest.hexdigest()
+
+
+def _expect_plain(config: EngineConfig) -> None:
+    """
+    Raises:
+        CannotKeep: an option asks for something else than the checked, native forward pass of a plain checkpoint.
+    """
+    if config.device == "cuda":
+        raise CannotKeep("the device is no CPU")
+    if config.trust_remote_code:
+        raise CannotKeep("trust_remote_code runs the checkpoint's own code at each load")
+    if config.quantization in STORED or config.load_format != "auto":
+        raise CannotKeep("its weights are not plain numbers in files")
+    if not config.check_on_load or not config.native_forward or config.kernel_config.switches:
+        raise CannotKeep("check_on_load, native_forward or kernel_config are not at their defaults")
+
+
+def _expect_unquantized(config_json: Path) -> None:
+    try:
+        values: Any = json.loads(config_json.read_bytes())
+    except (OSError, ValueError) as error:
+        raise CannotKeep(f"{config_json} cannot be read: {error}") from None
+    if not isinstance(values, dict) or "quantization_config" in values:
+        raise CannotKeep("the checkpoint is quantized")
+
+
+def _digest_of(path: Path, cache: CacheFolder) -> bytes:
+    """XXH3-128 of a file's bytes, perhaps remembered."""
+    real = path.resolve()
+    note = f"{hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()}.digest"
+    with real.open("rb", buffering=0) as file:
+        stat = _stat(file.fileno())
+        with contextlib.suppress(msgspec.MsgspecError, OSError):
+            remembered = msgspec.msgpack.decode(cache.read_note(note), type=_Remembered)
+            if remembered.stat == stat:
+                return remembered.digest
+        begun = time.time_ns()
+        state, buffer = xxhash.xxh3_128(), memoryview(bytearray(_CHUNK))
+        while count := file.readinto(buffer):
+            state.update(buffer[:count])
+        settled = max(stat[3:]) + _SETTLED_NS < begun
+        if settled and _stat(file.fileno()) == stat:
+            cache.write_note(note, msgspec.msgpack.encode(_Remembered(stat, state.digest())))
+        return state.digest()
+
+
+def _stat(descriptor: int) -> tuple[int, int, int, int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"

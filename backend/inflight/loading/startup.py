@@ -1,0 +1,143 @@
+"""`load_or_reuse`: a loaded model, from what an earlier load has kept, or from the checkpoint.
+
+Only a load that has passed its check at load is kept, by the content of its checkpoint, its options, and this program
+(`saved/identity.py`).  Every byte that is read is verified, and a few tokens must have the logits of that load to the
+last bit; else the checkpoint is loaded and checked in full, and that load is kept.  Only this imports transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from inflight.config import EngineConfig
+from inflight.kernels.cpu import build
+from inflight.kernels.cpu.library import instruction_set, unavailable
+from inflight.load_phases import enter_phase
+from inflight.loading.load_errors import CannotKeep
+from inflight.loading.loaded_model import LoadedModel, device_of
+from inflight.loading.saved import weights_file
+from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
+from inflight.loading.saved.identity import checkpoint_key, program_key
+from inflight.loading.saved.saved_model import content_of, model_of
+from inflight.loading.saved.weights_file import Damaged
+
+__all__ = ["REUSED", "is_kept", "load_or_reuse", "wait_until_kept"]
+
+REUSED = "reading the weights that an earlier start has packed and checked"
+_log = logging.getLogger(__name__)
+_writers: list[threading.Thread] = []
+
+
+def load_or_reuse(config: EngineConfig) -> LoadedModel:
+    """`loader.load`, or the same from a file that an earlier one has left.
+
+    Raises:
+        LoadError, ConfigError: see `loader.load`.
+    """
+    start = time.perf_counter()
+    cache = key = None
+    try:
+        cache, key = _place(config)
+        reused = _reuse(cache, key, config, start)
+        if reused is not None:
+            return reused
+    except CannotKeep as why:
+        _log.info("no weights are kept for the next start: %s", why)
+    enter_phase("importing transformers")
+    from inflight.loading.loader import load
+
+    loaded = load(config)
+    if cache is not None and key is not None:
+        _keep(cache, key, loaded)
+    return loaded
+
+
+def is_kept(config: EngineConfig) -> bool:
+    """Whether it looks as if a load of this checkpoint is kept.  Touches no device, and not the kernels.
+
+    They can find otherwise, if another program or CPU has left it.
+    """
+    try:
+        cache = cache_folder()
+        if cache is None or not (names := [path.name for path in cache.files()]):
+            return False
+        key = checkpoint_key(config, cache)
+    except CannotKeep:
+        return False
+    return any(name.startswith(key) for name in names)
+
+
+def wait_until_kept() -> None:
+    """Returns when all files are written, or cannot be."""
+    while _writers:
+        _writers.pop().join()
+
+
+def _place(config: EngineConfig) -> tuple[CacheFolder, str]:
+    """Where the load of this checkpoint is kept, and by which key.  Raises CannotKeep."""
+    cache = cache_folder()
+    if cache is None:
+        raise CannotKeep("INFLIGHT_CACHE is off")
+    if device_of(config.device).type != "cpu":
+        raise CannotKeep("the device is no CPU")
+    if (missing := unavailable()) is not None:
+        raise CannotKeep(missing)
+    program = program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
+    return cache, f"{checkpoint_key(config, cache)}-{program}"
+
+
+def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float) -> LoadedModel | None:
+    """The model that is kept by this key, if one is, and can be believed."""
+    name = f"{key}.iw"
+    try:
+        descriptor = cache.open(name)
+        if descriptor is None:
+            checkpoint = key.partition("-")[0]
+            if any(path.name.startswith(checkpoint) for path in cache.files()):
+                _log.warning("the weights kept of this checkpoint are of another version or CPU; loading it in full")
+            return None
+        enter_phase(REUSED)
+        try:
+            header = weights_file.read_header(descriptor, key)
+            tensors = weights_file.read_tensors(descriptor, header.layout)
+        finally:
+            os.close(descriptor)
+        return model_of(header.content, tensors, config, start)
+    except Damaged as why:
+        cache.drop(name)
+        _log.warning("the kept weights %s are refused: %s; loading the checkpoint in full", cache.path / name, why)
+    except (OSError, CannotKeep) as why:
+        _log.warning("the kept weights are not read: %s; loading the checkpoint in full", why)
+    return None
+
+
+def _keep(cache: CacheFolder, key: str, loaded: LoadedModel) -> None:
+    """Write it in a thread of its own: a disk takes seconds, and the engine is ready."""
+    try:
+        content, tensors = content_of(loaded)
+        if not key.startswith(checkpoint_key(loaded.config, cache)):
+            raise CannotKeep("the checkpoint has changed while it was loaded")
+    except CannotKeep as why:
+        _log.info("no weights are kept for the next start: %s", why)
+        return
+    thread = threading.Thread(target=_write, args=(cache, key, content, tensors), name="keep-weights", daemon=True)
+    _writers.append(thread)
+    thread.start()
+
+
+def _write(cache: CacheFolder, key: str, content: dict[str, Any], tensors: list[Tensor]) -> None:
+    try:
+        cache.write(
+            f"{key}.iw",
+            weights_file.size_of(tensors),
+            lambda descriptor: weights_file.write(descriptor, key, content, tensors),
+        )
+    except (OSError, CannotKeep) as why:
+        _log.warning("the weights are not kept for the next start: %s", why)

@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""How long an engine process takes to be ready: a full load, and one from the weights that an earlier load has kept.
+
+    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand] [--dtype bfloat16] [--rounds 5] [--output FILE]
+
+Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
+ready.  The file of kept weights is made by a start that is not timed.
+
+    full            INFLIGHT_CACHE=off
+    kept            from kept weights
+    full, cold      full, with the checkpoint's files not in the page cache
+    kept, cold      from kept weights that are not in the page cache, nor is the checkpoint
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+SIDES = ("full", "kept", "full, cold", "kept, cold")
+
+
+def start(options: dict[str, Any], keep: str) -> float:
+    """Seconds until an engine process is ready."""
+    from inflight.config import EngineConfig
+    from inflight.frontend.engine_client.engine_launcher import EngineLauncher
+    from inflight.frontend.engine_client.engine_process import EngineProcess, engine_command
+
+    config = EngineConfig.from_dict(options)
+    env = {"INFLIGHT_CACHE": keep}
+    begun = time.perf_counter()
+    engine = EngineLauncher(config, engine_command(config), env).launch()
+    assert isinstance(engine, EngineProcess)
+    engine.wait_ready(600)
+    seconds = time.perf_counter() - begun
+    kept = Path(keep) / "weights"
+    while keep != "off" and not list(kept.glob("*.iw")):  # written once the engine is ready
+        time.sleep(0.05)
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.stop(polite=False)
+    return seconds
+
+
+def forget(*folders: Path) -> None:
+    """Drop the files of these folders from the page cache."""
+    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def run(model: str, side: str, cache: str, args: Any) -> common.Run:
+    path = common.checkpoint(model, args.dtype)
+    if side.endswith("cold"):
+        forget(Path(path), Path(cache))
+    options = {
+        "model": path,
+        "dtype": args.dtype,
+        "device": "cpu",
+        "cpu_threads": args.threads,
+        "kv_cache_memory": "1GiB",
+        "max_model_len": 2048,
+        "spare_engine": False,
+    }
+    return {"seconds": start(options, "off" if side.startswith("full") else cache)}
+
+
+def main() -> None:
+    args = common.options(
+        __doc__,
+        models=common.choice(["llama-60m-rand", "qwen3-0.6b-rand"]),
+        sides=common.choice(SIDES),
+        dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
+        rounds=5,
+        threads=1,
+    )
+    runs: dict[str, dict[str, list[common.Run]]] = {}
+    for model in args.models:
+        cache = tempfile.mkdtemp(prefix="inflight-startup-")
+        try:
+            run(model, "kept", cache, args)
+            runs[model] = common.alternate(
+                args.sides,
+                args.rounds,
+                lambda side, _, model=model, cache=cache: run(model, side, cache, args),  # type: ignore[misc]
+                lambda figures: f"{figures['seconds']:6.2f} s",
+            )
+        finally:
+            shutil.rmtree(cache)
+    found = {model: common.medians(sides, "seconds") for model, sides in runs.items()}
+    for model, sides in found.items():
+        for side, figures in sides.items():
+            print(f"{model:<18} {side:<12} {figures['seconds']:6.2f} s")
+    common.record(args, runs, medians=found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,353 @@
+"""A start from kept weights: the bits of a full load, and what cannot be believed is refused, and made anew."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import VOCAB, make_checkpoint
+
+from inflight.config import EngineConfig
+from inflight.kernels.cpu import library
+from inflight.loading import startup
+from inflight.loading.check.cases import Case
+from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.load_errors import CannotKeep
+from inflight.loading.loaded_model import LoadedModel
+from inflight.loading.saved import weights_file
+from inflight.loading.startup import REUSED, load_or_reuse, wait_until_kept
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+
+Log = pytest.LogCaptureFixture
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_checkpoint("llama", tmp_path_factory.mktemp("startup"))
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """With norms of heads."""
+    return make_checkpoint("qwen3", tmp_path_factory.mktemp("startup"))
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Log) -> Path:
+    caplog.set_level(logging.INFO, "inflight")
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "weights"
+
+
+def config(path: str, **options: Any) -> EngineConfig:
+    return EngineConfig.from_dict({"model": path, "device": "cpu", "kv_cache_memory": "1MiB", **options})
+
+
+def start(path: str, **options: Any) -> LoadedModel:
+    loaded = load_or_reuse(config(path, **options))
+    wait_until_kept()
+    return loaded
+
+
+def is_reused(log: Log) -> bool:
+    """Whether all starts since the last call were made from kept weights."""
+    phases = [record.message for record in log.records if record.name == "inflight.load_phases"]
+    log.clear()
+    return REUSED in phases and "reading the weights" not in phases
+
+
+def logits(loaded: LoadedModel) -> list[np.ndarray]:
+    """Of sequences that no check at load has computed."""
+    cases = [Case(np.random.default_rng(seed).integers(0, VOCAB, 9 + 7 * seed).tolist()) for seed in (5, 6)]
+    found = paged_logits(loaded.model, loaded.backend, cases, loaded.config.block_size, loaded.device, ())
+    return [each.numpy() for each in found]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dtype": "float32"},
+        {"dtype": "bfloat16"},
+        {"dtype": "float32", "quantization": "int8"},
+        {"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"},
+    ],
+    ids=["float32", "bfloat16", "int8", "int8 twice"],
+)
+@pytest.mark.parametrize("model", ["llama", "qwen3"])
+def test_logits_of_the_second_start_are_those_of_the_first(
+    model: str, options: dict[str, str], cache: Path, caplog: Log, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    first = start(path, **options)
+    assert not is_reused(caplog)
+    second = start(path, **options, max_num_seqs=7, cpu_threads=1)
+    assert is_reused(caplog)
+    assert all(map(np.array_equal, logits(first), logits(second)))
+    facts = ["max_model_len", "vocab_size", "eos_token_ids", "dtype", "device", "attention_backend"]
+    assert [getattr(first.info, fact) for fact in facts] == [getattr(second.info, fact) for fact in facts]
+    assert second.info.grammars is not None
+    assert second.layers.bytes_per_block == first.layers.bytes_per_block
+
+
+def test_the_second_start_imports_no_transformers(llama: str, cache: Path) -> None:
+    start(llama)
+    program = f"""
+import sys
+from inflight.config import EngineConfig
+from inflight.runner.pipeline import make_runner
+make_runner(EngineConfig.from_dict({{"model": {llama!r}, "device": "cpu", "kv_cache_memory": "1MiB"}}))
+print([name for name in ("transformers", "torch._dynamo", "torch.distributed.tensor") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def flipped(at: Callable[[weights_file.Header], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    def flip(path: Path, _: pytest.MonkeyPatch) -> None:
+        with path.open("r+b") as file:
+            position = at(weights_file.read_header(file.fileno()))
+            file.seek(position)
+            byte = file.read(1)[0]
+            file.seek(position)
+            file.write(bytes([byte ^ 4]))
+
+    return flip
+
+
+def truncated(path: Path, _: pytest.MonkeyPatch) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def emptied(path: Path, _: pytest.MonkeyPatch) -> None:
+    os.truncate(path, 0)
+
+
+def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+
+
+def for_everyone(path: Path, _: pytest.MonkeyPatch) -> None:
+    path.chmod(0o666)
+
+
+def linked(path: Path, _: pytest.MonkeyPatch) -> None:
+    elsewhere = path.rename(path.parents[1] / "elsewhere")
+    path.symlink_to(elsewhere)
+
+
+def renamed(path: Path, _: pytest.MonkeyPatch) -> None:
+    """The whole file of another key."""
+    with path.open("rb") as file:
+        header = weights_file.read_header(file.fileno())
+        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+    with path.open("wb") as file:
+        weights_file.write(file.fileno(), "another", header.content, tensors)
+
+
+def of_other_logits(path: Path, _: pytest.MonkeyPatch) -> None:
+    """A whole file with a decoder that computes something else, as a library's other `cos` would."""
+    with path.open("rb") as file:
+        header = weights_file.read_header(file.fileno())
+        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+    header.content["decoder"]["rotary_scaling"] *= 1.0001
+    with path.open("wb") as file:
+        weights_file.write(file.fileno(), header.key, header.content, tensors)
+
+
+def of_another_version(path: Path, _: pytest.MonkeyPatch) -> None:
+    """A whole file with other tables."""
+    with path.open("rb") as file:
+        header = weights_file.read_header(file.fileno())
+        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+    header.content["decoder"]["another_factor"] = 2.0
+    with path.open("wb") as file:
+        weights_file.write(file.fileno(), header.key, header.content, tensors)
+
+
+REFUSED: list[tuple[Callable[[Path, pytest.MonkeyPatch], None], str]] = [
+    (truncated, "truncated"),
+    (emptied, "truncated"),
+    (flipped(lambda header: 3), "format"),
+    (flipped(lambda header: 9), "format"),
+    (flipped(lambda header: 14), "header is changed"),
+    (flipped(lambda header: 200), "header is changed"),
+    (flipped(lambda header: header.layout.start), "weights are changed"),
+    (flipped(lambda header: header.layout.start + header.layout.size - 1), "weights are changed"),
+    (of_another_user, "belongs to user"),
+    (for_everyone, "can be written by other users"),
+    (linked, "symbolic links"),
+    (renamed, "another, and"),
+    (of_other_logits, "to the last bit"),
+    (of_another_version, "another version"),
+]
+
+
+@pytest.mark.parametrize("damage, why", REFUSED, ids=[f"{number}-{why}" for number, (_, why) in enumerate(REFUSED)])
+def test_what_cannot_be_believed_is_refused_and_made_anew(
+    damage: Callable[[Path, pytest.MonkeyPatch], None], why: str, llama: str, cache: Path, caplog: Log
+) -> None:
+    expected = logits(start(llama))
+    (file,) = cache.glob("*.iw")
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        damage(file, monkeypatch)
+        caplog.clear()
+        assert all(map(np.array_equal, logits(start(llama)), expected))
+    (warning,) = [record.message for record in caplog.records if "loading the checkpoint in full" in record.message]
+    assert why in warning
+    assert not is_reused(caplog)
+    start(llama)
+    assert is_reused(caplog) or damage in (of_another_user,)
+    start(llama)
+    assert is_reused(caplog)
+
+
+def test_another_program_or_processor_loads_in_full(
+    llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(llama)
+    monkeypatch.setattr(startup, "instruction_set", lambda: "avx9")
+    caplog.clear()
+    start(llama)
+    assert "of another version or CPU" in caplog.text
+    assert not is_reused(caplog)
+
+
+@pytest.mark.parametrize(
+    "options, why",
+    [
+        ({"check_on_load": False}, "check_on_load"),
+        ({"native_forward": False}, "native_forward"),
+        ({"trust_remote_code": True}, "own code"),
+        ({"load_format": "dummy"}, "plain numbers"),
+        ({"attention_backend": "reference"}, "through transformers"),
+    ],
+    ids=["unchecked", "modules", "own code", "dummy", "reference"],
+)
+def test_a_load_that_does_not_fit_is_not_kept(
+    options: dict[str, Any], why: str, llama: str, cache: Path, caplog: Log
+) -> None:
+    start(llama, **options)
+    assert why in caplog.text
+    assert not list(cache.glob("*.iw"))
+
+
+def test_a_load_whose_check_was_cut_is_not_kept(llama: str, cache: Path, caplog: Log) -> None:
+    start(llama, max_model_len=16, num_gpu_blocks_override=1)
+    assert "was not complete" in caplog.text
+    start(llama, max_model_len=16)
+    caplog.clear()
+    start(llama, max_model_len=16, num_gpu_blocks_override=1)
+    assert "too small" in caplog.text
+    assert not is_reused(caplog)
+
+
+def test_nothing_is_kept_if_the_cache_is_off(
+    llama: str, tmp_path: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, "inflight")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    start(llama)
+    assert "INFLIGHT_CACHE is off" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("size", ["1KiB", "nonsense"])
+def test_a_bound_that_is_too_small_or_unreadable_is_said(
+    size: str, llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_SIZE", size)
+    start(llama)
+    assert "INFLIGHT_CACHE_SIZE" in caplog.text
+    assert not list(cache.glob("*.iw"))
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_does_not_matter(llama: str, cache: Path, caplog: Log) -> None:
+    cache.parent.write_text("a file where the folder should be")
+    start(llama)
+    assert "are not kept for the next start" in caplog.text
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(
+    llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    start(llama)
+    assert "No space left" in caplog.text
+    assert not [path for path in cache.iterdir() if path.suffix in (".iw", ".part")]
+
+
+def test_kept_weights_can_be_read_where_nothing_can_be_written(
+    llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start(llama)
+
+    def read_only(*_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", read_only)
+    caplog.clear()
+    start(llama)
+    assert is_reused(caplog)
+
+
+def test_a_fork_server_leaves_transformers_out_if_weights_are_kept(llama: str, cache: Path) -> None:
+    options = {"model": llama, "device": "auto", "dtype": "float32"}
+    assert not startup.is_kept(EngineConfig.from_dict(options))
+    start(llama, dtype="float32")
+    assert startup.is_kept(EngineConfig.from_dict(options))
+    assert not startup.is_kept(EngineConfig.from_dict({**options, "dtype": "bfloat16"}))
+    assert not startup.is_kept(EngineConfig.from_dict({**options, "trust_remote_code": True}))
+
+
+def test_a_decoder_with_parts_that_no_file_holds_is_not_kept(llama: str, cache: Path) -> None:
+    from inflight.loading.saved.saved_model import content_of
+
+    loaded = start(llama)
+    loaded.model.tables.layers[0].qkv.struct.bias = 4711
+    with pytest.raises(CannotKeep, match="the pointer bias of a packed weight"):
+        content_of(loaded)
+
+
+def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_kept(
+    llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = iter(["0" * 32, "1" * 32])
+    monkeypatch.setattr(startup, "checkpoint_key", lambda *_: next(keys))
+    start(llama)
+    assert "has changed while it was loaded" in caplog.text
+    assert not list(cache.glob("*.iw"))
+
+
+def test_tensors_of_several_blocks_come_back_and_a_changed_bit_in_any_block_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights_file, "_BLOCK", 4096)
+    monkeypatch.setattr(weights_file, "_CHUNK", 1000)
+    tensors = [torch.arange(3000), torch.ones(7, 5, dtype=torch.bfloat16), torch.empty(0), torch.arange(9000)]
+    with (tmp_path / "a.iw").open("w+b") as file:
+        weights_file.write(file.fileno(), "a", {}, tensors)
+        layout = weights_file.read_header(file.fileno(), "a").layout
+        assert len(layout.sums) == -(-layout.size // 4096) > 20
+        found = weights_file.read_tensors(file.fileno(), layout)
+        assert all(map(torch.equal, found, tensors))
+        assert [each.dtype for each in found] == [each.dtype for each in tensors]
+        for block in range(len(layout.sums)):
+            at = layout.start + min(block * 4096 + 77, layout.size - 1)
+            byte = os.pread(file.fileno(), 1, at)
+            os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
+            with pytest.raises(weights_file.Damaged, match="weights are changed"):
+                weights_file.read_tensors(file.fileno(), layout)
+            os.pwrite(file.fileno(), byte, at)

@@ -1,0 +1,83 @@
+"""`inflight weights`: what engines on this machine have kept for their next start.
+
+Exit status: 0 success, 1 a file is damaged, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from inflight.loading.load_errors import CannotKeep
+from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
+from inflight_tools.terminal import fail
+
+__all__ = ["weights"]
+
+
+class _Action(str, Enum):
+    list = "list"
+    verify = "verify"
+    drop = "drop"
+
+
+def weights(
+    action: Annotated[_Action, typer.Argument(help="What to do.")] = _Action.list,
+    keys: Annotated[list[str] | None, typer.Argument(help="Beginnings of names, as listed; none: all files.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="With drop: all files.")] = False,
+) -> None:
+    """List, verify or drop the weights that engines of this user have kept for their next start.
+
+    The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has read a dropped file goes on.
+
+    Examples: `inflight weights`, `inflight weights verify`, `inflight weights drop 9d6241`.
+    """
+    try:
+        cache = cache_folder()
+    except CannotKeep as error:
+        fail(str(error), 2)
+    if cache is None:
+        fail("INFLIGHT_CACHE is off: nothing is kept", 2)
+    if action is _Action.drop and not keys and not all_:
+        fail("name what to drop, or add --all", 2)
+    names = [path.name for path in cache.files() if not keys or path.name.startswith(tuple(keys))]
+    if keys and not names:
+        fail(f"{cache.path} has no file whose name begins with {', '.join(keys)}", 2)
+    damaged = False
+    for name in names:
+        if action is _Action.drop:
+            cache.drop(name)
+            typer.echo(f"dropped {name}")
+        elif (line := _line(cache, name, verify=action is _Action.verify)) is not None:
+            damaged = damaged or line.startswith("damaged")
+            typer.echo(line)
+    if damaged:
+        raise typer.Exit(1)
+
+
+def _line(cache: CacheFolder, name: str, verify: bool) -> str | None:
+    """About a file; None if it has gone."""
+    from inflight.loading.saved.weights_file import Damaged, read_header, read_tensors  # torch
+
+    try:
+        descriptor = os.open(cache.path / name, os.O_RDONLY | os.O_NOFOLLOW)  # listing it is no use of it
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+        header = read_header(descriptor, name.removesuffix(".iw"))
+        if verify:
+            read_tensors(descriptor, header.layout)
+    except Damaged as error:
+        return f"damaged  {name}: {error}"
+    finally:
+        os.close(descriptor)
+    content = header.content
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.st_mtime))
+    size = f"{header.layout.size / 2**20:.0f} MiB"
+    state = "whole  " if verify else "       "
+    return f"{state}  {name}  {size:>9}  used {used}  {content['dtype']}  {content['model']}"
