@@ -235,13 +235,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
-        quantization: "int8" (on a CPU) and "fp8" (e4m3, on a GPU of compute capability 8.9 and up, with dtype bfloat16
-            or float16) store the weights of linear layers in eight bits with a scale per output, and quantize their
-            inputs row by row: faster, and half the memory of bfloat16. "int4" (on a GPU of compute capability 8.0 and
-            up, with dtype bfloat16 or float16) stores them in four bits with a scale and a min per 32 inputs, and
-            leaves inputs in 16 bits. "fp8" and "int4" leave embedding, head and experts as they are. `None`: as
-            loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is stored, as
-            vLLM's do, and are refused if it is stored in another way.
+        quantization: "int8" (CPU), "fp8" (GPU of compute capability 8.9) and "int4" (CPU, GPU of 8.0) store the weights
+            of linear layers in eight or four bits. On a CPU, inputs are quantized to eight bits, and the head has
+            eight, too. A GPU needs dtype bfloat16 or float16, and leaves the head as it is. See docs/quantization.md.
+            `None`: as loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is
+            stored, as vLLM's do, and are refused if it is stored in another way.
         max_replays: when the engine process dies, the next one continues its requests. A request fails when it is the
             only possible cause of more than this many deaths, with no token between them. 0: every request that ran
             when the engine died fails.
@@ -423,9 +421,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
             _check_encodable(key, values[key], source)
         if "model" not in values:
-            raise ConfigError(
-                f'{source}: "model" is missing; set it to a checkpoint directory, a GGUF file or a hub id'
-            )
+            raise ConfigError(f'{source}: "model" is missing; set it to a checkpoint, a GGUF file or a hub id')
         try:
             return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
@@ -449,9 +445,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             values = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(
-                f'{path}: no such file; create it with {{"model": "<directory, GGUF file or hub id>"}}'
-            ) from None
+            raise ConfigError(f'{path}: no such file; create it with {{"model": "<checkpoint or hub id>"}}') from None
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits

@@ -37,6 +37,7 @@ from inflight_tools.gateway import gateway
 from inflight_tools.repository import CONFIG_PBTXT
 
 IMAGE = (ROOT / "Dockerfile").read_text()
+CACHE_FOLDER = ROOT / "backend" / "inflight" / "loading" / "saved" / "cache_folder.py"
 SCRIPTS = {path.name: path.read_text() for path in (ROOT / "deploy" / "container").iterdir()}
 each_case = pytest.mark.parametrize("case", CASES)
 
@@ -87,7 +88,7 @@ def _bare() -> typer.Typer:
 
 @each_case
 def test_every_program_and_environment_variable_exists(case: str) -> None:
-    scripts = "".join(SCRIPTS.values()) + IMAGE
+    scripts = "".join(SCRIPTS.values()) + IMAGE + CACHE_FOLDER.read_text()
     for container in containers(server(manifests(case))).values():
         assert container["args"][0] in SCRIPTS
         hooks = [container["lifecycle"]["preStop"], container["livenessProbe"]]
