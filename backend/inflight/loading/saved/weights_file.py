@@ -139,7 +139,7 @@ def read_tensors(descriptor: int, layout: Layout) -> list[Tensor]:
     """
     memory = allocate(layout.size, dtype=torch.uint8)
     view, starts = memoryview(memory.numpy().data), range(0, layout.size, _BLOCK)
-    # A virtual machine takes longer to provide the memory than to fill it: 0.8 GB/s a thread.
+    # The first write to fresh memory is slow: on a virtual machine 0.8 GB/s a thread, about a quarter of the next one.
     with ThreadPoolExecutor(min(_MAX_THREADS, len(os.sched_getaffinity(0)))) as pool:
         read = [pool.submit(_read_block, descriptor, view[at : at + _BLOCK], layout.start + at) for at in starts]
         if [each.result() for each in read] != layout.sums:
