@@ -131,8 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
         download_dir: folder in which the hub's files are cached; `None` takes the hub library's own.
         trust_remote_code: let the checkpoint run its own Python code while loading.
-        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones on the device from config.json
-            alone, the same ones each time, for benchmarks.
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones, the same each time, for benchmarks.
         dtype: dtype of weights, activations and KV pool; "auto" takes the checkpoint's, which is bfloat16 for most.
             A float32 checkpoint stays float32; "bfloat16" halves its time on a CPU with bfloat16 instructions.
         device: "cuda", "cpu", or "auto": CUDA if available.
@@ -228,9 +227,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         python_executable: interpreter of the engine process; `None` takes the stub's.
         step_trace: record the last steps for `inflight trace`: `true` keeps 4096 steps, a number that many. See
             docs/tracing.md.
-        otlp_traces_endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP, such as
-            "http://127.0.0.1:4318": each request becomes a span. Takes the extra `otel`. See
-            docs/operations/opentelemetry.md. `None`: no spans.
+        otlp_traces_endpoint: URL of an OpenTelemetry collector that takes OTLP over HTTP: each request becomes a span.
+            Takes the extra `otel`. See docs/operations/opentelemetry.md. `None`: no spans.
         check_on_load: compare a small batch with transformers' attention before serving.
         native_forward: on a CPU, run decoders of the llama family as one native call, and the linear layers of
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
@@ -240,12 +238,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             eight, too. A GPU needs dtype bfloat16 or float16, and leaves the head as it is. See docs/quantization.md.
             `None`: as loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is
             stored, as vLLM's do, and are refused if it is stored in another way.
-        max_replays: when the engine process dies, the next one continues its requests. A request fails when it is the
-            only possible cause of more than this many deaths, with no token between them. 0: every request that ran
-            when the engine died fails.
-        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs. Otherwise
-            it is killed and replaced, and its requests continue. A step that takes longer because of its size has ten
-            times the usual time.
+        max_replays: when the engine process dies, the next one continues its requests. A request fails when it alone
+            can be the cause of more than this many deaths, with no token between them. 0: all running ones fail.
+        engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs; a large step
+            has ten times the usual time. Otherwise it is killed and replaced, and its requests continue.
         spare_engine: keep a spare process that has done its imports. Each engine process is a fork of it, so the next
             engine is ready sooner. It takes no CPU time while it waits, and shares its memory with the engine.
         engine_start_timeout: seconds that the engine process can take to load the checkpoint.
