@@ -131,7 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
         download_dir: folder in which the hub's files are cached; `None` takes the hub library's own.
         trust_remote_code: let the checkpoint run its own Python code while loading.
-        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones, the same each time, for benchmarks.
+        load_format: "auto" reads the checkpoint's weights; "dummy" makes random ones, always the same, for benchmarks.
         dtype: dtype of weights, activations and KV pool; "auto" takes the checkpoint's, which is bfloat16 for most.
             A float32 checkpoint stays float32; "bfloat16" halves its time on a CPU with bfloat16 instructions.
         device: "cuda", "cpu", or "auto": CUDA if available.
