@@ -46,6 +46,5 @@ def int4_weight(
 @contextmanager
 def int4_twins() -> Iterator[None]:
     """Weights in four bits load and run on this CPU as they do on a GPU."""
-    as_on_a_gpu = patch.object(schemes, "_ON_A_CPU", {})
-    with as_on_a_gpu, patch.object(int4_linear, "unsupported", lambda device, dtype: None):
+    with patch.dict(schemes._ON_A_CPU, clear=True), patch.object(int4_linear, "unsupported", lambda device, dtype: None):
         yield

@@ -212,8 +212,8 @@ def _shuffled(weight: np.ndarray) -> Integers:
 def _one_scale(weight: np.ndarray) -> Integers:
     """One scale and one zero point for the whole layer."""
     whole = rounded(weight.reshape(1, -1), 8, weight.size, False)
-    wide = [np.repeat(x, len(weight), 0) for x in (whole.zeros, whole.scales)]
-    return Integers(8, whole.codes.reshape(weight.shape), *wide, np.zeros(weight.shape[1], dtype=np.int32))
+    zeros, scales = (np.repeat(x, len(weight), 0) for x in (whole.zeros, whole.scales))
+    return Integers(8, whole.codes.reshape(weight.shape), zeros, scales, np.zeros(weight.shape[1], dtype=np.int32))
 
 
 # name -> the tensors of a layer with (nearly) this weight, and the weight that they contain
