@@ -54,12 +54,19 @@ struct Dot {
 #endif
 };
 
-typedef uint8_t ByteVec __attribute__((vector_size(kLanes)));
-
+// kLanes bytes as floats.  (GCC converts a vector of bytes one element at a time.)
 INFLIGHT_INLINE Vec load_unsigned(const char* from) {
-  ByteVec bytes;
-  __builtin_memcpy(&bytes, from, sizeof bytes);
-  return __builtin_convertvector(bytes, Vec);
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+#elif defined(__AVX2__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(bytes));
+#else
+  Vec result;
+  for (int i = 0; i < kLanes; ++i) result[i] = float(uint8_t(from[i]));
+  return result;
+#endif
 }
 
 // A panel's part of the scales that features have for all groups.
@@ -72,6 +79,7 @@ struct PanelScales {
 //   kGroup        inputs in a group
 //   kHeaderBytes  what the constructor reads
 //   kStepBytes    what `read` turns into codes, four inputs of each feature
+//   kWhole        all groups have kGroup inputs; otherwise the last can be shorter
 //   kBiased       codes are integers plus 128, whose contribution a row's sums start with
 //   add           a vector of a row's sums, times the row's scale, to its results; `shift` is the sum of the row's inputs
 
@@ -81,6 +89,7 @@ struct Codes8 {
   static constexpr int kGroup = kInputs;
   static constexpr int kHeaderBytes = 0;
   static constexpr int kStepBytes = kPanel * 4;
+  static constexpr bool kWhole = false;
   static constexpr bool kBiased = true;
   INFLIGHT_INLINE Codes8(const char*, const PanelScales&) {}
   static INFLIGHT_INLINE void read(const char* from, IntVec* codes) {
@@ -98,6 +107,7 @@ struct Codes4 {
   static constexpr int kGroup = kFineGroup;
   static constexpr int kHeaderBytes = 2 * kPanel;
   static constexpr int kStepBytes = kPanel * 2;
+  static constexpr bool kWhole = true;
   static constexpr bool kBiased = false;
   INFLIGHT_INLINE Codes4(const char* header, const PanelScales& panel) {
 #pragma GCC unroll 8
@@ -124,45 +134,75 @@ struct Codes4 {
 // Sums and results take twelve registers each; AVX2 and the portable build: six and eight.
 constexpr int kMaxCodeRows = kLanes == 16 ? 6 : 1;
 
+// Keeps GCC from copying all sums in every step.
+INFLIGHT_INLINE void stay_in_a_register(IntVec& x) {
+#if defined(__AVX512F__)
+  asm("" : "+v"(x));
+#elif defined(__AVX2__)
+  asm("" : "+x"(x));
+#else
+  (void)x;
+#endif
+}
+
+// A place in rows, a panel and what is prefetched.
+template <int kRows>
+struct Cursor {
+  static constexpr int kBases = (kRows + 2) / 3;  // see multiply_block
+  const int8_t* bases[kBases];
+  int64_t stride;
+  const char* panel;
+  Prefetch ahead;
+};
+
+template <class Codes, int kRows>
+INFLIGHT_INLINE void add_steps(int64_t count, Cursor<kRows>& at, IntVec (&sums)[kRows][kPanelVectors]) {
+  for (int64_t step = 0; step < count; ++step) {
+    IntVec codes[kPanelVectors];
+    Codes::read(at.panel, codes);
+    __builtin_prefetch(at.ahead.from, 0, 2);
+    if (Codes::kStepBytes > 64) __builtin_prefetch(at.ahead.from + 64, 0, 2);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m) {
+      const Dot::Left left = Dot::left(at.bases[m / 3] + (m % 3) * at.stride);
+#pragma GCC unroll 8
+      for (int n = 0; n < kPanelVectors; ++n) {
+        sums[m][n] = Dot::add(sums[m][n], left, codes[n]);
+        stay_in_a_register(sums[m][n]);
+      }
+    }
+    at.panel += Codes::kStepBytes;
+    at.ahead.from += at.ahead.step;
+#pragma GCC unroll 8
+    for (int i = 0; i < at.kBases; ++i) {
+      at.bases[i] += 4;
+      asm("" : "+r"(at.bases[i]));
+    }
+  }
+}
+
 // tile [kRows][kPanel] = rows of quantized inputs x one panel.
 template <class Codes, int kRows>
 void multiply_codes(const Linear& linear, const Matrix& x, int64_t row, const char* panel, const PanelScales& panel_scales,
                     Prefetch ahead, float* tile) {
-  constexpr int kBases = (kRows + 2) / 3;  // see multiply_block
   constexpr int64_t kSteps = Codes::kGroup / 4;
-  const auto* a = reinterpret_cast<const int8_t*>(x.data) + row * x.stride;
-  const int8_t* bases[kBases];
-  for (int i = 0; i < kBases; ++i) bases[i] = a + 3 * i * x.stride;
+  Cursor<kRows> at = {{}, x.stride, panel, ahead};
+  for (int i = 0; i < at.kBases; ++i) at.bases[i] = reinterpret_cast<const int8_t*>(x.data) + (row + 3 * i) * x.stride;
   const GroupSums* groups = x.groups + row;
   Vec results[kRows][kPanelVectors] = {};
   for (int64_t steps = linear.steps(); steps > 0; steps -= kSteps, groups += x.rows) {
-    const Codes format(panel, panel_scales);
-    panel += Codes::kHeaderBytes;
+    const Codes format(at.panel, panel_scales);
+    at.panel += Codes::kHeaderBytes;
     IntVec sums[kRows][kPanelVectors];
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
       for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits(Codes::kBiased ? groups[m].start : 0);
     }
-    const int64_t count = steps < kSteps ? steps : kSteps;
-    for (int64_t step = 0; step < count; ++step) {
-      IntVec codes[kPanelVectors];
-      Codes::read(panel, codes);
-      __builtin_prefetch(ahead.from, 0, 2);
-      if (Codes::kStepBytes > 64) __builtin_prefetch(ahead.from + 64, 0, 2);
-#pragma GCC unroll 16
-      for (int m = 0; m < kRows; ++m) {
-        const Dot::Left left = Dot::left(bases[m / 3] + (m % 3) * x.stride);
-#pragma GCC unroll 8
-        for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = Dot::add(sums[m][n], left, codes[n]);
-      }
-      panel += Codes::kStepBytes;
-      ahead.from += ahead.step;
-#pragma GCC unroll 8
-      for (int i = 0; i < kBases; ++i) {
-        bases[i] += 4;
-        asm("" : "+r"(bases[i]));
-      }
+    if (Codes::kWhole || steps >= kSteps) {
+      add_steps<Codes, kRows>(kSteps, at, sums);
+    } else {
+      add_steps<Codes, kRows>(steps, at, sums);
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
