@@ -75,10 +75,10 @@ def is_kept(config: EngineConfig) -> bool:
     return any(name.startswith(key) for name in names)
 
 
-def wait_until_kept() -> None:
-    """Returns when all files are written, or cannot be."""
+def wait_until_kept(seconds: float | None = None) -> None:
+    """Returns when all files are written, or cannot be; or when one took longer than `seconds`."""
     while _writers:
-        _writers.pop().join()
+        _writers.pop().join(seconds)
 
 
 def _place(config: EngineConfig) -> tuple[CacheFolder, str]:
