@@ -55,6 +55,8 @@ def checkpoint_file(source: str, name: str, revision: str | None = None) -> Path
         return _file_in(Path(source), name)
     if (file := gguf_file(source)) is not None:
         return _file_of_gguf(file, name)
+    if source.endswith(".gguf"):
+        raise CheckpointFileError(f"{source}: no such file; give the path of a GGUF file, or a hub id")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

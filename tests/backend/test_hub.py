@@ -164,3 +164,12 @@ def test_the_engine_ends_with_that_line() -> None:
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 1 and "cannot be reached" in done.stderr.splitlines()[-1]
     assert "Retrying" not in done.stderr
+
+
+def test_a_missing_gguf_file_is_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    (port,) = pick_ports(1)
+    use_hub(monkeypatch, port)  # which does not answer
+    with pytest.raises(
+        CheckpointFileError, match=r"^tiny\.gguf: no such file; give the path of a GGUF file, or a hub id$"
+    ):
+        checkpoint_file("tiny.gguf", "config.json")

@@ -213,6 +213,17 @@ def test_a_gguf_file_is_named_by_its_path_or_beside_the_entry(tmp_path: Path) ->
         resolve_model(str(file.parent))
 
 
+def test_a_file_without_the_ending_of_gguf_is_named_by_its_whole_path(tmp_path: Path) -> None:
+    """As in the caches of other programs, and of the hub, where links lead to files without one."""
+    file = tmp_path / "blobs" / "sha256-12"
+    file.parent.mkdir()
+    file.touch()
+    (tmp_path / "tiny.gguf").symlink_to(file)
+    for name, given in (("direct", file), ("linked", tmp_path / "tiny.gguf")):
+        entry = write_entry(tmp_path, name, EngineConfig(model=resolve_model(str(given))))
+        assert EngineConfig.from_file(entry / "1" / "model.json").model == str(file)
+
+
 def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"cannot write .*Not a directory"):

@@ -49,6 +49,20 @@ def test_verifies_every_byte(folder: Path) -> None:
     assert run("verify", "aa", "ab")[0] == 0
 
 
+def test_what_is_no_file_is_damaged(folder: Path) -> None:
+    (folder / "c.iw").symlink_to(folder / "aa-1.iw")
+    (folder / "d.iw").mkdir()
+    os.mkfifo(folder / "e.iw")
+    status, lines = run()
+    assert (status, len(lines)) == (1, 6)
+    assert {line.split(":")[0] for line in lines if line.startswith("damaged")} == {
+        "damaged  c.iw",
+        "damaged  d.iw",
+        "damaged  e.iw",
+    }
+    assert run("drop", "c", "e") == (0, ["dropped c.iw", "dropped e.iw"])
+
+
 def test_drops_what_is_named(folder: Path) -> None:
     assert run("drop") == (2, ["inflight: name what to drop, or add --all"])
     assert run("drop", "x")[0] == 2

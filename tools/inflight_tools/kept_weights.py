@@ -63,19 +63,19 @@ def _line(cache: CacheFolder, name: str, verify: bool) -> str | None:
     """About a file; None if it has gone."""
     from inflight.loading.saved.weights_file import Damaged, read_header, read_tensors  # torch
 
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        descriptor = os.open(cache.path / name, os.O_RDONLY | os.O_NOFOLLOW)  # listing it is no use of it
+        with open(cache.path / name, "rb", opener=lambda path, _: os.open(path, flags)) as file:  # not a use of it
+            found = os.fstat(file.fileno())
+            header = read_header(file.fileno(), name.removesuffix(".iw"))
+            if verify:
+                read_tensors(file.fileno(), header.layout)
     except FileNotFoundError:
         return None
-    try:
-        found = os.fstat(descriptor)
-        header = read_header(descriptor, name.removesuffix(".iw"))
-        if verify:
-            read_tensors(descriptor, header.layout)
     except Damaged as error:
         return f"damaged  {name}: {error}"
-    finally:
-        os.close(descriptor)
+    except OSError as error:  # a link, a folder, a pipe, or a disk that fails
+        return f"damaged  {name}: {error.strerror}"
     content = header.content
     used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.st_mtime))
     size = f"{header.layout.size / 2**20:.0f} MiB"

@@ -112,7 +112,8 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
         key: value for key, value in msgspec.to_builtins(config).items() if key == "model" or value != defaults[key]
     }
     for key in ("model", "tokenizer"):
-        if key in values and Path(values[key]).exists():
+        # Beside an entry, a file is looked for by this ending only.
+        if key in values and (Path(values[key]).is_dir() or str(values[key]).endswith(_GGUF)):
             values[key] = _portable(Path(values[key]), folder, entry / "1")
     try:
         (entry / "1").mkdir(parents=True)

@@ -59,7 +59,7 @@ def unpacked(file: Path) -> Path:
 
 def _identity(file: Path) -> str:
     found = file.stat()
-    return f"{file} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return f"{file} {found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns}"
 
 
 @cache

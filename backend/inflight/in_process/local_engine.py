@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import itertools
 import os
@@ -30,6 +31,7 @@ from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_logprobs
 from inflight.in_process.params import SamplingParams, engine_params
 from inflight.in_process.turns import InterruptLater, TurnLock
+from inflight.loading.startup import wait_until_kept
 from inflight.runner.pipeline import make_runner, placed
 
 if find_spec("transformers") is None:  # only a full load imports it, which is too late to say what to install
@@ -126,6 +128,8 @@ class LocalEngine:
         self.core, self.trace = self._new_core()
         self.chat: ChatTemplate | None = None
         self._info = self._runner.info
+        # A short program would end before its weights are kept, each time; it waits no longer than it has loaded.
+        atexit.register(wait_until_kept, self._info.load_seconds)
         self._limits = Limits(self.config, self._info.vocab_size)
         self._ids = itertools.count()
         self._pid = os.getpid()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from inflight.config import EngineConfig
+from inflight.device.memory import available_memory, format_bytes
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
 from inflight.load_phases import enter_phase
@@ -74,10 +75,10 @@ def is_kept(config: EngineConfig) -> bool:
     return any(name.startswith(key) for name in names)
 
 
-def wait_until_kept() -> None:
-    """Returns when all files are written, or cannot be."""
+def wait_until_kept(seconds: float | None = None) -> None:
+    """Returns when all files are written, or cannot be; or when one took longer than `seconds`."""
     while _writers:
-        _writers.pop().join()
+        _writers.pop().join(seconds)
 
 
 def _place(config: EngineConfig) -> tuple[CacheFolder, str]:
@@ -106,6 +107,7 @@ def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float) -> 
         enter_phase(REUSED)
         try:
             header = weights_file.read_header(descriptor, key)
+            _expect_room(header.layout.size)
             tensors = weights_file.read_tensors(descriptor, header.layout)
         finally:
             os.close(descriptor)
@@ -116,6 +118,13 @@ def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float) -> 
     except (OSError, CannotKeep) as why:
         _log.warning("the kept weights are not read: %s; loading the checkpoint in full", why)
     return None
+
+
+def _expect_room(size: int) -> None:
+    """Raise CannotKeep if so many bytes do not fit: a full load says what can be done, where a kernel would kill."""
+    free = available_memory(torch.device("cpu"))
+    if size > free:
+        raise CannotKeep(f"they take {format_bytes(size)}, and {format_bytes(free)} are available")
 
 
 def _keep(cache: CacheFolder, key: str, loaded: LoadedModel) -> None:

@@ -86,6 +86,15 @@ def test_it_is_made_anew_when_the_file_changes_or_what_makes_it(
     assert unpacked(file) not in (first, second)
 
 
+def test_a_file_overwritten_in_place_is_another_one_even_with_the_times_of_the_first(file: Path, folder: str) -> None:
+    first, before = unpacked(file), file.stat()
+    as_gguf(folder, file, metadata=METADATA | {"tokenizer.ggml.eos_token_id": 9})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert [after.st_ino, after.st_size, after.st_mtime_ns] == [before.st_ino, before.st_size, before.st_mtime_ns]
+    assert unpacked(file) != first
+
+
 def test_a_part_that_a_killed_process_left_is_replaced(file: Path) -> None:
     made = unpacked(file)
     (made / "config.json").unlink()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
 from inflight.frontend.errors import RequestError
+from inflight.loading.saved import weights_file
+from inflight.loading.startup import wait_until_kept
 
 DEMO = str(Path(__file__).parents[3] / "model_repository" / "demo" / "1" / "checkpoint")
 PROMPTS = ["Return a list of", "Open the file and", "The default value is", "é ü 日本"]
@@ -29,6 +33,21 @@ def llm():
 
 def greedy(max_tokens: int = 24, **changes) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, **changes)
+
+
+def test_a_program_that_ends_at_once_waits_until_its_weights_are_kept(tmp_path, monkeypatch):
+    written = threading.Event()
+    write = weights_file.write
+    monkeypatch.setattr(weights_file, "write", lambda *parts: written.wait() and write(*parts))
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path))
+    at_exit = []
+    monkeypatch.setattr(atexit, "register", lambda *call: at_exit.append(call))
+    with LLM(DEMO, dtype="float32", kv_cache_memory="64MiB") as llm:
+        assert (wait_until_kept, llm.engine._info.load_seconds) in at_exit
+        assert not list(tmp_path.glob("weights/*.iw"))
+    written.set()
+    wait_until_kept()
+    assert len(list(tmp_path.glob("weights/*.iw"))) == 1
 
 
 def test_text_and_tokens_are_those_of_transformers(llm):

@@ -272,6 +272,14 @@ def test_a_folder_that_others_can_write_is_refused(mode: int, tmp_path: Path) ->
             attempt()
 
 
+def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    folder = CacheFolder(tmp_path / "weights", 2**30)
+    write(folder, "a.iw")
+    os.mkfifo(folder.path / "b.iw", 0o600)
+    with pytest.raises(CannotKeep, match="no plain file"):
+        folder.open("b.iw")
+
+
 def test_the_folder_is_private_and_where_the_environment_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def named(**values: str) -> Path | None:
         for name in ("INFLIGHT_CACHE", "XDG_CACHE_HOME", "INFLIGHT_CACHE_SIZE"):
@@ -285,6 +293,7 @@ def test_the_folder_is_private_and_where_the_environment_says(tmp_path: Path, mo
     assert named() == Path("/home/someone/.cache/inflight/weights")
     assert named(XDG_CACHE_HOME="relative") == Path("/home/someone/.cache/inflight/weights")
     assert named(XDG_CACHE_HOME="/caches") == Path("/caches/inflight/weights")
+    assert named(INFLIGHT_CACHE="~/kept") == Path("/home/someone/kept/weights")
     assert named(INFLIGHT_CACHE="off", XDG_CACHE_HOME="/caches") is None
     assert named(INFLIGHT_CACHE=str(tmp_path), INFLIGHT_CACHE_SIZE="5") == tmp_path / "weights"
     folder = cache_folder()

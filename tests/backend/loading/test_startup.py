@@ -249,6 +249,20 @@ def test_a_load_whose_check_was_cut_is_not_kept(llama: str, cache: Path, caplog:
     start(llama, max_model_len=16, num_gpu_blocks_override=1)
     assert "too small" in caplog.text
     assert not is_reused(caplog)
+    start(llama, max_model_len=16)
+    assert is_reused(caplog)
+
+
+def test_kept_weights_that_do_not_fit_the_memory_are_not_read(llama: str, cache: Path, caplog: Log) -> None:
+    start(llama)
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(startup, "available_memory", lambda _: 1024)
+        start(llama)
+    assert "and 1.00 KiB are available; loading the checkpoint in full" in caplog.text
+    assert not is_reused(caplog)
+    start(llama)
+    assert is_reused(caplog)
 
 
 def test_nothing_is_kept_if_the_cache_is_off(
@@ -261,7 +275,7 @@ def test_nothing_is_kept_if_the_cache_is_off(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("size", ["1KiB", "nonsense"])
+@pytest.mark.parametrize("size", ["1KiB", "nonsense", "²"])
 def test_a_bound_that_is_too_small_or_unreadable_is_said(
     size: str, llama: str, cache: Path, caplog: Log, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -274,9 +274,9 @@ def test_an_option_that_names_another_method(path: str, tmp_path: Path) -> None:
     write(path, "gptq")
     with pytest.raises(ConfigError, match=rf"quantization='awq', but {path!r} has quant_method='gptq'; remove it"):
         load_model(path, quantization="awq_marlin")
-    with pytest.raises(
-        ConfigError, match=r"quantization='gptq' names how a checkpoint is stored, and .* is not quantized"
-    ):
+    stored = r"quantization='gptq' names how a checkpoint is stored, and .* is not quantized"
+    ways_out = r'; remove it, or set it to "int4", or to "int8" \(on a CPU\) or "fp8" \(on a GPU\), to quantize'
+    with pytest.raises(ConfigError, match=stored + ways_out):
         load_model(str(plain), quantization="gptq")
 
 

@@ -93,7 +93,7 @@ def _expect_named(config: EngineConfig, method: str | None) -> None:
     if method is None:
         raise ConfigError(
             f"quantization={asked!r} names how a checkpoint is stored, and {config.model!r} is not quantized; remove "
-            'it, or set it to "int8" (on a CPU), "fp8" or "int4" (on a GPU) to quantize the weights while loading'
+            'it, or set it to "int4", or to "int8" (on a CPU) or "fp8" (on a GPU), to quantize weights while loading'
         )
     raise ConfigError(f"quantization={asked!r}, but {config.model!r} has quant_method={method!r}; remove it")
 

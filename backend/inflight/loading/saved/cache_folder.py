@@ -23,7 +23,7 @@ __all__ = ["CacheFolder", "cache_folder"]
 _DEFAULT_SIZE = "20GiB"
 _FREE_SHARE = 20  # 1 / 20 of the file system stays free
 _NOTE_BYTES = 4096
-_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW
+_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that someone has put there is not waited for
 
 
 def cache_folder() -> CacheFolder | None:
@@ -33,12 +33,16 @@ def cache_folder() -> CacheFolder | None:
         return None
     home = os.environ.get("XDG_CACHE_HOME", "")
     try:
-        root = Path(named) if named else Path(home if os.path.isabs(home) else Path.home() / ".cache") / "inflight"
+        root = (
+            Path(named).expanduser()
+            if named
+            else Path(home if os.path.isabs(home) else Path.home() / ".cache") / "inflight"
+        )
     except RuntimeError:  # no home
         return None
     size = os.environ.get("INFLIGHT_CACHE_SIZE") or _DEFAULT_SIZE
     try:
-        return CacheFolder(root / "weights", parse_bytes(int(size) if size.isdigit() else size))
+        return CacheFolder(root / "weights", parse_bytes(int(size) if size.isdecimal() else size))
     except ConfigError as error:
         raise CannotKeep(f"INFLIGHT_CACHE_SIZE: {error}") from None
 

@@ -93,6 +93,7 @@ def model_of(values: dict[str, Any], tensors: list[Tensor], config: EngineConfig
 
     Raises:
         Damaged: they differ, or the content is of another version.
+        CannotKeep: the KV pool holds too little to compare them.
         LoadError: the KV pool does not fit.
     """
     try:
@@ -124,7 +125,7 @@ def model_of(values: dict[str, Any], tensors: list[Tensor], config: EngineConfig
     loaded.model = NativeDecoder(tables, [module.inflight for module in modules])  # type: ignore[misc]
     loaded.checked = [Case(*case) for case in content.cases]
     if that_fit(list(loaded.checked), info.num_blocks, config.block_size) != loaded.checked:
-        raise Damaged("the KV pool is too small to check it")
+        raise CannotKeep("the KV pool is too small to check them")
     enter_phase("comparing the logits")
     if _digest(loaded.model, backend, list(loaded.checked), config.block_size) != content.logits:
         raise Damaged("its logits are not those of the load that made it, to the last bit")
