@@ -60,7 +60,7 @@ def test_what_is_no_file_is_damaged(folder: Path) -> None:
         "damaged  d.iw",
         "damaged  e.iw",
     }
-    assert run("drop", "c", "e") == (0, ["dropped c.iw", "dropped e.iw"])
+    assert run("drop", "c", "d", "e") == (1, ["dropped c.iw", "cannot drop d.iw: Is a directory", "dropped e.iw"])
 
 
 def test_drops_what_is_named(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """`inflight weights`: what engines on this machine have kept for their next start.
 
-Exit status: 0 success, 1 a file is damaged, 2 wrong usage.
+Exit status: 0 success, 1 a file is damaged or cannot be dropped, 2 wrong usage.
 """
 
 from __future__ import annotations
@@ -47,16 +47,22 @@ def weights(
     names = [path.name for path in cache.files() if not keys or path.name.startswith(tuple(keys))]
     if keys and not names:
         fail(f"{cache.path} has no file whose name begins with {', '.join(keys)}", 2)
-    damaged = False
+    failed = False
     for name in names:
-        if action is _Action.drop:
-            cache.drop(name)
-            typer.echo(f"dropped {name}")
-        elif (line := _line(cache, name, verify=action is _Action.verify)) is not None:
-            damaged = damaged or line.startswith("damaged")
+        line = _dropped(cache, name) if action is _Action.drop else _line(cache, name, action is _Action.verify)
+        if line is not None:
+            failed = failed or line.startswith(("damaged", "cannot"))
             typer.echo(line)
-    if damaged:
+    if failed:
         raise typer.Exit(1)
+
+
+def _dropped(cache: CacheFolder, name: str) -> str:
+    try:
+        (cache.path / name).unlink(missing_ok=True)
+    except OSError as error:
+        return f"cannot drop {name}: {error.strerror}"
+    return f"dropped {name}"
 
 
 def _line(cache: CacheFolder, name: str, verify: bool) -> str | None:

@@ -165,6 +165,12 @@ def test_the_program_is_its_sources_kernels_versions_and_instruction_set(
         ("config.json", '{"quantization_config": {}}', "quantized"),
         ("config.json", "[]", "quantized"),
         ("config.json", "{", "cannot be read"),
+        ("config.json", '{"transformers_weights": "other.safetensors"}', "configuration_files or transformers_weights"),
+        (
+            "config.json",
+            '{"configuration_files": ["config.4.0.0.json"]}',
+            "configuration_files or transformers_weights",
+        ),
         ("config.json", None, "no config.json"),
         ("model.safetensors", None, "no safetensors"),
     ],
@@ -176,6 +182,27 @@ def test_other_checkpoints_are_not_kept(
     (copy / file).unlink(missing_ok=True)
     if content is not None:
         (copy / file).write_text(content)
+    with pytest.raises(CannotKeep, match=why):
+        key(copy, folder)
+
+
+@pytest.mark.parametrize(
+    "index, why",
+    [
+        ('{"weight_map": {"a": "first.safetensors", "b": "further/second.safetensors"}}', "not beside it"),
+        ('{"weight_map": []}', "cannot be read"),
+        ("{", "cannot be read"),
+    ],
+)
+def test_weights_in_another_folder_are_not_kept(
+    index: str, why: str, llama: Path, folder: CacheFolder, tmp_path: Path
+) -> None:
+    """Their bytes would not be part of the key."""
+    copy = Path(shutil.copytree(llama, tmp_path / "copy"))
+    (copy / "model.safetensors").rename(copy / "first.safetensors")
+    (copy / "model.safetensors.index.json").write_text('{"weight_map": {"a": "first.safetensors"}}')
+    key(copy, folder)
+    (copy / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CannotKeep, match=why):
         key(copy, folder)
 

@@ -32,7 +32,9 @@ __all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "program_key"]
 FORMAT = 1  # of the keys and of the file
 DECISIVE = ("attention_backend", "block_size", "dtype", "kv_cache_dtype", "max_model_len", "quantization")
 
-_CONFIGS = ("config.json", "generation_config.json", "model.safetensors.index.json")
+_INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
+_CONFIGS = ("config.json", "generation_config.json", _INDEX)
+_NAMES_OF_FILES = ("configuration_files", "transformers_weights")  # in a config.json, of what is read instead
 _CHUNK = 2**20  # stays in a core's cache between the read and the digest
 _SETTLED_NS = 3 * 10**9  # a younger file can change once more within the resolution of its times
 _PACKAGE = Path(__file__).parents[2]
@@ -63,6 +65,7 @@ def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise CannotKeep(f"{config.model!r} has no safetensors files")
+    _expect_all_beside(folder / _INDEX, {path.name for path in weights})
     if (folder / "adapter_config.json").exists():
         raise CannotKeep(f"{config.model!r} has an adapter")
     _expect_unquantized(found)
@@ -111,6 +114,23 @@ def _expect_unquantized(config_json: Path) -> None:
         raise CannotKeep(f"{config_json} cannot be read: {error}") from None
     if not isinstance(values, dict) or "quantization_config" in values:
         raise CannotKeep("the checkpoint is quantized")
+    if not values.keys().isdisjoint(_NAMES_OF_FILES):
+        raise CannotKeep(f"its config.json has {' or '.join(_NAMES_OF_FILES)}")
+
+
+def _expect_all_beside(index: Path, names: set[str]) -> None:
+    """
+    Raises:
+        CannotKeep: weights lie elsewhere than in the files of these `names`, which are in the index's folder.
+    """
+    if _WHOLE in names or not index.is_file():
+        return
+    try:
+        shards = set(json.loads(index.read_bytes())["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CannotKeep(f"{index} cannot be read: {error}") from None
+    if not shards <= names:
+        raise CannotKeep(f"{index.name} names files that are not beside it")
 
 
 def _digest_of(path: Path, cache: CacheFolder) -> bytes:
