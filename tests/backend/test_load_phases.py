@@ -28,6 +28,7 @@ def test_the_phases_come_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     make_runner(make_config(make_checkpoint("llama", tmp_path)))
     phases = [record.getMessage() for record in caplog.records if record.name == load_phases.__name__]
     assert list(dict.fromkeys(phases)) == [
+        "importing transformers",
         "reading the weights",
         "computing reference logits",
         "packing the weights",

@@ -93,8 +93,8 @@ def test_workers_share_their_metrics_and_end_with_their_parent(tmp_path: Path) -
         wait_for(answers)
         for _ in range(10):
             get(url, "/version", context)
-        shown = get(url, "/metrics", context)[1]
-        assert 'inflight_gateway_requests_total{endpoint="/version",status="200"} 10.0' in shown
+        counted = 'inflight_gateway_requests_total{endpoint="/version",status="200"} 10.0'
+        wait_for(lambda: counted in get(url, "/metrics", context)[1])  # a worker counts what it has answered
         assert gateway._process is not None
         parent = psutil.Process(gateway._process.pid)
         workers = wait_for(lambda: [one for one in parent.children() if "spawn_main" in "".join(one.cmdline())])

@@ -20,7 +20,7 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
 from inflight.device.batch_state import BatchState
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading import loader, memory_plan
+from inflight.loading import loaded_model, memory_plan
 from inflight.loading.checkpoint import kv_scales
 from inflight.loading.load_errors import LoadError
 from inflight.loading.profile_step import largest_step, largest_steps
@@ -96,8 +96,8 @@ def test_a_step_of_log_probabilities_of_the_whole_vocabulary_is_in_the_plan(
     checkpoint: str, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    plan_on_gpu = loader.plan_on_gpu
-    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    plan_on_gpu = loaded_model.plan_on_gpu
+    monkeypatch.setattr(loaded_model, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
     card.allocator.total = 400 * MIB
     core = gpu_core(checkpoint, max_logprobs=-1)
     (memory,) = seen
@@ -126,8 +126,8 @@ def test_the_second_largest_step_asks_for_as_many_log_probabilities_as_the_sched
 def test_graphs_are_in_the_plan(checkpoint: str, card: Card, monkeypatch: pytest.MonkeyPatch, mixed: int) -> None:
     """Two of them, captured on the few blocks of the first pool, tell what all will take on the real one."""
     seen = []
-    plan_on_gpu = loader.plan_on_gpu
-    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    plan_on_gpu = loaded_model.plan_on_gpu
+    monkeypatch.setattr(loaded_model, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
     card.allocator.total = 80 * MIB
     options = {"max_num_seqs": 8, "max_cudagraph_capture_size": mixed, "enforce_eager": False}
     core = gpu_core(checkpoint, gpu_memory_utilization=0.6, **options)
@@ -196,8 +196,8 @@ def test_merged_weights_are_in_the_plan(
     checkpoint: str, card: Card, monkeypatch: pytest.MonkeyPatch, quantization: str | None
 ) -> None:
     seen = []
-    plan_on_gpu = loader.plan_on_gpu
-    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    plan_on_gpu = loaded_model.plan_on_gpu
+    monkeypatch.setattr(loaded_model, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
     core = gpu_core(checkpoint, quantization=quantization, dtype=DTYPES[quantization])
     (memory,) = seen
     layers = core.runner.model.model.layers
@@ -217,8 +217,8 @@ def test_weights_in_four_bits_and_their_scratch_are_in_the_plan(
 ) -> None:
     """The scratch is there before the pool is sized, for the merged layers, and no step replaces it."""
     seen = []
-    plan_on_gpu = loader.plan_on_gpu
-    monkeypatch.setattr(loader, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
+    plan_on_gpu = loaded_model.plan_on_gpu
+    monkeypatch.setattr(loaded_model, "plan_on_gpu", lambda *args: seen.append(args[-1]) or plan_on_gpu(*args))
     limits = dict(max_num_seqs=4, max_num_batched_tokens=80, max_model_len=128)
     core = gpu_core(checkpoint, quantization="int4", dtype="bfloat16", check_on_load=False, **limits)
     (memory,) = seen
