@@ -135,8 +135,9 @@ inline void finish_block(const Linear& linear, const Block& block, const Result&
   }
 }
 
-// The prefetches of a block, one in each of its `steps`.  The first blocks of a panel read the next one.  A single block of few rows takes
-// less time than its panel needs to arrive: the processor finds such a stream itself, and a second one slows it by a fifth.
+// The prefetches of a block, one in each of its `steps`.  The first blocks of a panel read the next one.  A single block of
+// few rows takes less time than its panel needs to arrive: the processor finds such a stream itself, and a second one
+// slows it by a fifth.
 INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps, int rows, int64_t block, int64_t blocks) {
   constexpr int64_t kAhead = 512, kFastRows = 4;
   const int64_t step = bytes / steps;
