@@ -1,10 +1,13 @@
 #!/usr/bin/env python3
-"""Steps of streams that all decode, and a prompt alone, with weights in 16, 8 and 4 bits, beside an earlier commit.
+"""Streams that all decode, and a prompt alone, with weights in 16, 8 and 4 bits, beside other engines or a commit.
 
     python bench/decoding.py [--formats bfloat16 int8 int4] [--streams 1 4 16] [--base COMMIT] [--output FILE]
+    python bench/decoding.py --llama-cpp FOLDER --openvino PYTHON
 
 In-process, on a checkpoint of Qwen3-0.6B's shape with random weights: the rate depends on the shape alone.  `--base`
-runs the formats of `--base-formats` at an earlier commit, too, in alternation.
+runs the formats of `--base-formats` at an earlier commit, too, in alternation; `--llama-cpp` (the folder that has
+`llama-batched-bench` and `llama-quantize`) and `--openvino` (a Python with openvino-genai and optimum-intel) run the
+formats of those engines.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import common
+import cpu_floor
+import decoding_peers
 import numpy as np
 import paired
 
@@ -78,6 +83,8 @@ def main() -> None:
         formats=common.choice(FORMATS),
         base=dict(help="an earlier commit"),
         base_formats=dict(nargs="+", choices=list(FORMATS), default=["bfloat16", "int8"]),
+        llama_cpp=dict(metavar="FOLDER", help="folder of llama.cpp's programs"),
+        openvino=dict(metavar="PYTHON", help="interpreter that has openvino-genai"),
         streams=[1, 4, 16],
         steps=32,
         prompt=1024,
@@ -85,8 +92,11 @@ def main() -> None:
         threads=os.cpu_count(),
     )
     checkpoint = common.checkpoint("qwen3-0.6b-rand")
-    arguments = {**vars(args), "output": None, "checkpoint": checkpoint}
-    sides = list(args.formats)
+    arguments = {**vars(args), "output": None, "checkpoint": checkpoint, "warm_up_steps": _WARM_UP_STEPS}
+    peers = decoding_peers.names(arguments)
+    for side in peers:
+        decoding_peers.convert(side, arguments)
+    sides = [*args.formats, *peers]
     with ExitStack() as stack:
         trees = {}
         if args.base:
@@ -99,6 +109,8 @@ def main() -> None:
         sides += trees
 
         def one(side: str, _: int) -> common.Run:
+            if side in peers:
+                return decoding_peers.run(side, arguments)
             with ExitStack() as changed:
                 if side in trees:
                     before = os.environ.get("PYTHONPATH")
@@ -117,7 +129,11 @@ def main() -> None:
     }
     for side, ratio in ratios.items():
         print(f"  over {side}: " + "   ".join(f"{name} {value:.3f}" for name, value in ratio.items()))
-    common.record(args, runs, medians=found, ratios=ratios)
+    rates = cpu_floor.measure("bf16", args.threads)
+    print(f"  the machine reads {rates.read / 1e9:.1f} GB/s")
+    common.record(
+        args, runs, medians=found, ratios=ratios, peers=decoding_peers.versions(arguments), read_rate=rates.read
+    )
 
 
 def restore(path: str | None) -> None:

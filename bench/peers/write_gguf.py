@@ -1,0 +1,56 @@
+"""A checkpoint with Qwen3's architecture as a GGUF file in 16 bits, for llama.cpp: `python write_gguf.py FOLDER FILE`.
+
+`llama-quantize FILE OUTPUT Q4_0` then makes its other types.  The vocabulary is a numbering: engines that are timed get
+token ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+
+
+def write(folder: Path, file: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    if config["model_type"] != "qwen3":
+        raise SystemExit(f"{folder} has the architecture {config['model_type']}; this script converts qwen3 only")
+    writer = gguf.GGUFWriter(file, "qwen3")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(config["head_dim"])
+    writer.add_value_length(config["head_dim"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([f"<{index}>" for index in range(config["vocab_size"])])
+    writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
+    writer.add_token_merges(["<0> <1>"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        kind = torch.float32 if weight.ndim == 1 else torch.float16
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.to(kind).numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args()
+    write(args.folder, args.file)
