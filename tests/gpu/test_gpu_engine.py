@@ -20,9 +20,7 @@ from offline import make_core, run, tokens
 from inflight.engine.sampling_params import SamplingParams
 
 # prompt, output tokens
-SHAPES = sized(
-    [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)], [(1, 6), (7, 9), (75, 4), (33, 6)]
-)
+SHAPES = sized([(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (33, 33), (130, 12)], [(1, 6), (7, 9), (75, 4), (33, 6)])
 LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=4, max_num_batched_tokens=50))
 
 
