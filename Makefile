@@ -39,14 +39,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # With it, each of the processes that tests start would compile all that it imports: torch and transformers, for 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
+.PHONY: run check style types test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
 
-check: $(VENV)/test.stamp
+check: style types
+
+style: $(VENV)/test.stamp
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/test.stamp
 	$(BIN)/mypy
 
 test test-all: export OMP_NUM_THREADS := 1

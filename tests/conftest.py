@@ -47,7 +47,7 @@ with contextlib.suppress(ImportError):  # the tests of the GPU run without hypot
 
     # On a busy machine an example has no upper bound of time.  `make test-all` selects the second profile by
     # --hypothesis-profile, and looks for new examples every night, also where CI=true makes them the same.
-    settings.register_profile("quick", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.register_profile("quick", max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
     settings.load_profile("quick")
 

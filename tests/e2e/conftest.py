@@ -94,12 +94,20 @@ def triton_installed() -> None:
 
 
 @pytest.fixture(scope="session")
-def triton(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def keeping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of servers that keep packed weights: of a checkpoint only the first load imports transformers."""
+    return {"INFLIGHT_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.fixture(scope="session")
+def triton(
+    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     """A tritonserver without models: modules load their own (`model_entries.loaded`) and leave none behind."""
     repository = tmp_path_factory.mktemp("models")
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
-    env = {"OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
+    env = {**keeping, "OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
     with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", env=env)) as server:
         yield server
 
@@ -112,8 +120,8 @@ def server(triton: TritonServer) -> Iterator[TritonServer]:
 
 
 @pytest.fixture(scope="session")
-def fleet(server: TritonServer) -> Iterator[Fleet]:
+def fleet(server: TritonServer, keeping: dict[str, str]) -> Iterator[Fleet]:
     """The server of other modules, which no test disturbs, and one to be killed."""
-    fleet = Fleet(2, server)
+    fleet = Fleet(2, server, keeping)
     yield fleet
     fleet.close()

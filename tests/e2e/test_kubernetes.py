@@ -36,7 +36,9 @@ KEY = "a-key-of-the-tests-0123"
 
 
 @pytest.fixture(scope="module")
-def replica(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def replica(
+    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     """A server with the chart's model entry and an admin key, as in the image."""
     found = render({"model": {"settings": {"device": "cpu", "kv_cache_memory": "64MiB"}}})
     entry = only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]
@@ -45,7 +47,7 @@ def replica(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) ->
     (repository / "demo" / "config.pbtxt").write_text(entry["config.pbtxt"])
     settings = entry["model.json"].replace('"/models/', f'"{ROOT}/model_repository/')
     (repository / "demo" / "1" / "model.json").write_text(settings)
-    with killed_at_the_end(TritonServer(repository, model_control_mode="none", admin_key=KEY)) as server:
+    with killed_at_the_end(TritonServer(repository, model_control_mode="none", admin_key=KEY, env=keeping)) as server:
         yield server
 
 

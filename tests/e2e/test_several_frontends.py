@@ -28,11 +28,15 @@ DAEMON = b"shared_engine_daemon.py"  # in the command line of the process that o
 
 
 @pytest.fixture(scope="module")
-def pair(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def pair(
+    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     """A server of its own, because a stub is killed: the demo as the model `pair`, of two instances."""
     repository = tmp_path_factory.mktemp("pair")
     write_entry(repository, "pair", CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n", max_num_seqs=64)
-    with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", load_models=["pair"])) as server:
+    with killed_at_the_end(
+        TritonServer(repository, model_control_mode="explicit", load_models=["pair"], env=keeping)
+    ) as server:
         yield server
 
 

@@ -40,14 +40,16 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def guarded(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def guarded(
+    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
     """A server that lets only callers with the key manage models, and whose model takes the tenant from a header."""
     repository = tmp_path_factory.mktemp("guarded")
     version = repository / "mine" / "1"
     version.mkdir(parents=True)
     (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), **OPTIONS}))
     (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-    options = {"model_control_mode": "explicit", "load_models": ["mine"], "admin_key": KEY}
+    options = {"model_control_mode": "explicit", "load_models": ["mine"], "admin_key": KEY, "env": keeping}
     with killed_at_the_end(TritonServer(repository, **options)) as server:
         yield server
 

@@ -30,6 +30,19 @@ HAS_GPU = torch.cuda.is_available()
 # On an emulated card `make test` runs only these cases of a test, by pytest's ids; others repeat them for another model
 # or option, and run nightly.  So of every test at least one case runs in `make test`.
 IN_MAKE_TEST: dict[str, dict[str, list[str]]] = {
+    "test_gpu_attention.py": {
+        # The other shapes run in tests/backend/kernels/test_gpu_attention.py.
+        "test_agrees_with_the_reference": [
+            *("mix-torch.bfloat16", "all features-torch.bfloat16", "prompts-torch.float32"),
+            *("chunks in the middle-torch.bfloat16", "a few tokens each-torch.float32", "head size 96-torch.bfloat16"),
+            *("head size 256-torch.float32", "head size 8-torch.bfloat16", "group of 71-torch.float32"),
+            *("window-torch.float32", "window of one-torch.bfloat16", "softcap-torch.float32", "sinks-torch.float32"),
+            *("blocks of 48-torch.bfloat16", "blocks as tiles-torch.float32"),
+        ],
+        "test_long_contexts_and_every_block_size": [
+            *("[1, 1, 1]-16", "[1, 1, 1]-128", "[4, 1, 2]-64", "[1, 70, 6]-32", "[1, 70, 6]-256"),
+        ],
+    },
     "test_gpu_device_runner.py": {"test_every_rule_gives_the_tokens_of_the_cpu": ["ahead"]},
     "test_gpu_engine.py": {"test_greedy_output_equals_generate": ["llama"]},
     "test_gpu_fp8.py": {

@@ -74,14 +74,16 @@ class Fleet:
     Args:
         count: of replicas.
         first: an existing server for the first one; None starts one.
+        env: environment variables of the servers that it starts.
 
     Attributes:
         servers: the tritonservers.
         gateways: their gateways.
     """
 
-    def __init__(self, count: int, first: TritonServer | None = None) -> None:
+    def __init__(self, count: int, first: TritonServer | None = None, env: Mapping[str, str] | None = None) -> None:
         self._ends = contextlib.ExitStack()
+        self._env = env
         self._repository = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
         copy_entry(self._repository, "demo")
         given = [] if first is None else [first]
@@ -112,6 +114,7 @@ class Fleet:
             model_control_mode="explicit",
             load_models=["demo"],
             exit_timeout=20,
+            env=self._env,
             extra_args=[f"--{kind}-header-forward-pattern=.*" for kind in ("http", "grpc")],
         )
 

@@ -24,7 +24,7 @@ from inflight.grammars.spec import GrammarSpec
 from .conftest import EOS
 
 FORMATS = jsonschema.FormatChecker(["ipv4", "uuid"])
-ANSWERS = 400  # at least so many are checked
+ANSWERS = 200  # at least so many are checked
 
 # -- schemas ---------------------------------------------------------------------------------
 
@@ -132,7 +132,7 @@ def test_every_json_answer_validates(answers: Answers) -> None:
     checked = 0
 
     @given(st.lists(_SCHEMAS.filter(_refs_stand_alone), min_size=8, max_size=8), st.integers(0, 2**30))
-    @settings(max_examples=18, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+    @settings(max_examples=10, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
     def check(schemas: list[dict[str, Any]], seed: int) -> None:
         nonlocal checked
         prompt = [7, 8, 9]
@@ -222,7 +222,7 @@ def mixed() -> list[tuple[list[int], SamplingParams]]:
                 }
             ),
         )
-        for number in range(32)
+        for number in range(16)
     ]
 
 
@@ -237,7 +237,7 @@ def test_the_same_tokens_alone_in_any_batch_and_after_preemption(
             jsonschema.validate(json.loads(answers.text(token_ids)), SCHEMA)
             assert token_ids.index(EOS) == len(token_ids) - 1
     stopped = [key for key, (_, reason) in expected.items() if reason == "stop" and key[0] % 2]
-    assert len(stopped) > 12
+    assert len(stopped) > 5
     cores = {
         "little memory": make_core(
             checkpoint, block_size=4, num_gpu_blocks_override=80, max_num_batched_tokens=40, max_model_len=256

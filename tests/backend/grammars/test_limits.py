@@ -85,12 +85,12 @@ def test_the_length_of_the_shortest_match(pattern: str, shortest: int) -> None:
     ],
 )
 def test_the_check_of_a_hostile_text_takes_time_in_proportion_to_its_length(piece: str) -> None:
-    """An expression that goes back over its text takes minutes here."""
+    """An expression that goes back over its text takes a minute here."""
     for check in (check_regex, check_lark):
         began = time.process_time()
         with contextlib.suppress(ValueError):
-            check(piece * (131072 // len(piece)))
-        assert time.process_time() - began < 10
+            check(piece * (65536 // len(piece)))
+        assert time.process_time() - began < 5
 
 
 @pytest.mark.parametrize(

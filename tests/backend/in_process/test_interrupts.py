@@ -27,7 +27,7 @@ PROMPTS = ["Return a list of", "Open the file and", "The default value is", "Rai
 DRAFTS: dict[str, Any] = dict(speculative_config={"model": DEMO, "kv_cache_memory": "8MiB"})
 
 
-def greedy(max_tokens: int = 16) -> SamplingParams:
+def greedy(max_tokens: int = 8) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from nightly import nightly_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
@@ -211,7 +212,7 @@ def test_a_request_that_the_engine_gives_up_ends_no_other_call(llm, played):
 IMPORT = "import sys; sys.modules[{missing!r}] = None; from inflight import {name}"
 
 
-@pytest.mark.parametrize("missing", ["torch", "transformers"])
+@pytest.mark.parametrize("missing", nightly_but(["torch"], ["torch", "transformers"]))
 def test_without_the_extra_the_import_says_what_to_install(missing):
     done = subprocess.run([sys.executable, "-c", IMPORT.format(missing=missing, name="LLM")], capture_output=True)
     last = done.stderr.decode().splitlines()[-1]

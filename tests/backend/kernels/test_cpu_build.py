@@ -18,21 +18,35 @@ import pytest
 from inflight.kernels.cpu import build
 
 ROOT = Path(__file__).parents[3]
-COMPILER = """#!{python}
-import sys
-from pathlib import Path
-
-if "{refused}" in sys.argv:
-    sys.exit("error: unrecognized command-line option {refused}")
-out = Path(sys.argv[sys.argv.index("-o") + 1])
-if "-shared" in sys.argv:
-    objects = [Path(word) for word in sys.argv[1:] if word.endswith(".o") and word != str(out)]
-    text = "\\n".join(f"{{object.stem}} {{object.read_text()}}" for object in objects)
-    with open("{log}", "a") as log:
-        log.write("linked\\n")
-else:
-    text = " ".join(word for word in sys.argv if word.startswith("-DINFLIGHT_SOURCES"))
-out.write_text(text)
+COMPILER = """#!/bin/sh
+out= last= defined= linked=
+for word; do
+    if [ "$word" = "{refused}" ]; then
+        echo "error: unrecognized command-line option {refused}" >&2
+        exit 1
+    fi
+    [ "$last" = -o ] && out=$word
+    case $word in
+        -DINFLIGHT_SOURCES*) defined=$word ;;
+        -shared) linked=yes ;;
+    esac
+    last=$word
+done
+if [ -z "$linked" ]; then
+    echo "$defined" >"$out"
+    exit
+fi
+for word; do
+    case $word in
+        "$out") ;;
+        *.o)
+            read -r text <"$word"
+            name=${{word##*/}}
+            echo "${{name%.o}} $text"
+            ;;
+    esac
+done >"$out"
+echo linked >>"{log}"
 """
 SCRIPT = "backend/inflight/kernels/cpu/build.py"
 
@@ -65,7 +79,7 @@ def run(tree: Path, compiler: str | None, *arguments: str) -> subprocess.Complet
 
 def compiler(tree: Path, refused: str = "nothing") -> str:
     path = tree / "compiler"
-    path.write_text(COMPILER.format(python=sys.executable, refused=refused, log=tree / "log"))
+    path.write_text(COMPILER.format(refused=refused, log=tree / "log"))
     path.chmod(0o755)
     return str(path)
 

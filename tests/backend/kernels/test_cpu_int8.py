@@ -61,13 +61,13 @@ def few(examples: int) -> settings:
     return settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
 
 
-@few(40)
+@few(20)
 @given(case=cases())
 def test_float32_queries_agree_with_the_reference(isa: str, case: PagedCase) -> None:
     assert relative_error(case.run(CpuAttention()), case.run(ReferenceAttention())) < 1e-5
 
 
-@few(40)
+@few(20)
 @given(case=cases(), dtype=st.sampled_from([torch.bfloat16, torch.float16]))
 def test_half_precision_is_as_precise_as_torch(isa: str, case: PagedCase, dtype: torch.dtype) -> None:
     """Both compared with float32 on the same bytes: queries, weights and results are rounded."""

@@ -71,7 +71,9 @@ def one_thread() -> None:
 def unaccelerated(model_type: str, folder: Path, **options: Any) -> LoadedModel:
     """With attention attached, and transformers' modules as they are."""
     path = make_checkpoint(model_type, folder, **options.pop("changes", {}))
-    values = dict(model=path, device="cpu", dtype="float32", kv_cache_memory="16MiB", native_forward=False)
+    values = dict(
+        model=path, device="cpu", dtype="float32", kv_cache_memory="16MiB", native_forward=False, check_on_load=False
+    )
     return load(EngineConfig.from_dict(values | options))
 
 

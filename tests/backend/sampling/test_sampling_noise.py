@@ -3,6 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from nightly import nightly_but
 
 from inflight.sampling.noise import mix_seed, negative_exponential, row_keys, token_hashes
 
@@ -82,7 +83,13 @@ def test_uniform(seed):
     assert abs(u.mean() - 0.5) * np.sqrt(12 * len(u)) < 5
 
 
-@pytest.mark.parametrize("pair", [(0, 1), (1, 2), (100, 101), (5, 5 + 2**15), (7, 7 + 2**17), (31998, 31999)])
+@pytest.mark.parametrize(
+    "pair",
+    nightly_but(
+        [(0, 1), (7, 7 + 2**17), (31998, 31999)],
+        [(0, 1), (1, 2), (100, 101), (5, 5 + 2**15), (7, 7 + 2**17), (31998, 31999)],
+    ),
+)
 def test_tokens_are_independent(pair):
     u = uniforms(3, np.arange(50000), list(pair))
     assert joint_z(u[:, 0], u[:, 1]) < 5
@@ -110,7 +117,7 @@ def test_no_pattern_over_squares_of_rows_and_tokens():
 
 
 def test_minimum_over_a_large_vocabulary_follows_its_law():
-    smallest = np.concatenate([exponentials(s, np.arange(100), np.arange(2**17)).min(1) for s in range(10)])
+    smallest = np.concatenate([exponentials(s, np.arange(100), np.arange(2**17)).min(1) for s in range(5)])
     quantiles = np.sort(-np.expm1(-smallest * 2**17))
     distance = np.abs(quantiles - (np.arange(len(quantiles)) + 0.5) / len(quantiles)).max()
     assert distance * np.sqrt(len(quantiles)) < 1.95  # Kolmogorov-Smirnov, 0.1 %
