@@ -39,7 +39,8 @@ def _packed(values: Tensor, bits: int) -> Tensor:
     """
     values = F.pad(values, (0, -values.shape[1] % (32 // bits)))
     octets = values if bits == 8 else values[:, 0::2] | values[:, 1::2] << 4
-    return octets.contiguous().view(torch.int32)  # the bytes of a little-endian machine, as safetensors expect
+    # The bytes of a little-endian machine, as safetensors expect; `view` wants a stride of 1 even for one word a row.
+    return octets.flatten().view(torch.int32).view(len(values), -1)
 
 
 def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any]:
@@ -48,9 +49,13 @@ def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any
     Args:
         ignored: linear layers that stay as they are.
     """
-    groups = [_group(["Linear"], scheme.bits, scheme.group)]
-    if scheme.head_bits < 16:  # by its name, and first: some readers take the first group that fits
-        groups.insert(0, _group([f"re:.*{HEAD}"], scheme.head_bits, scheme.group))
+    head = [f"re:.*{HEAD}"]  # by its name: for some readers it is no linear layer
+    if scheme.head_bits == scheme.bits and HEAD not in ignored:
+        groups = [_group(["Linear", *head], scheme.bits, scheme.group)]
+    else:
+        groups = [_group(["Linear"], scheme.bits, scheme.group)]
+        if HEAD not in ignored:  # first, as some readers take the first group that fits
+            groups.insert(0, _group(head, scheme.head_bits, scheme.group))
     return {
         "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
         "format": "pack-quantized",

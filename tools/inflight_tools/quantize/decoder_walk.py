@@ -1,7 +1,7 @@
-"""From layer to layer of a decoder: each is read, gets inputs from the layers before it as quantised, and is quantised.
+"""From layer to layer of a decoder: each is read, gets inputs from the layers before it as quantised, is quantised.
 
-A layer is x += f * attention(norm(x)), then x += f * mlp(norm(x)); its linear layers are quantised in the order in which
-they compute, so that inputs of each have passed through those before it in four bits.
+A layer is x += f * attention(norm(x)), then x += f * mlp(norm(x)).  Its linear layers are quantised in the order in
+which they compute, so that the inputs of each have passed through those before it in four bits.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def open_source(model: str) -> Source:
         raise Refused(str(error)) from error
     except NotRecognised as error:
         raise Refused(
-            f"{model} ({hf_config.model_type}) is not one of the decoders that can be quantised, such as llama, mistral, "
-            f'qwen2, qwen3, phi3, granite and smollm3: {error}; serve it with "quantization" in model.json'
+            f"{model} ({hf_config.model_type}) is not one of the decoders that can be quantised, such as llama, "
+            f'mistral, qwen2, qwen3, phi3, granite and smollm3: {error}; serve it with "quantization" in model.json'
         ) from error
     _expect_all(source, small)
     return source
