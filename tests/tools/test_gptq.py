@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pack_quantized import decoded
 from torch import Tensor
 
 from inflight.loading.checkpoint.compressed_format import CompressedFormat
@@ -80,7 +81,9 @@ def test_the_codes_are_those_of_a_straightforward_implementation(
     codes, rounded = plainly(weight, x, 4, group, dtype)
     # A number in the middle between two codes can go either way, and the following columns of its row with it.
     assert (found.values.numpy() == codes).mean() > 0.98
-    mine, other = (((w - weight.double().numpy()) @ x.double().numpy().T) for w in (found.dequantize().numpy(), rounded))
+    mine, other = (
+        ((w - weight.double().numpy()) @ x.double().numpy().T) for w in (found.dequantize().numpy(), rounded)
+    )
     assert np.linalg.norm(mine) == pytest.approx(np.linalg.norm(other), rel=0.01)
 
 
@@ -121,24 +124,6 @@ def test_what_is_no_number_is_named() -> None:
     hessian.add(torch.full((1, 32), torch.inf))
     with pytest.raises(Undefined, match="its inputs are infinite or not numbers"):
         gptq(weight, hessian, 4, 32, torch.float32)
-
-
-def decoded(tensors: dict[str, Tensor], bits: int, group: int) -> np.ndarray:
-    """The weight in a layer's tensors, by numpy alone."""
-    rows, columns = tensors["weight_shape"].tolist()
-    count, mask = 32 // bits, 2**bits - 1
-
-    def code(words: np.ndarray, index: int) -> np.ndarray:
-        return (words.view(np.uint32)[..., index // count] >> np.uint32(bits * (index % count))) & np.uint32(mask)
-
-    packed, scales = tensors["weight_packed"].numpy(), tensors["weight_scale"].float().numpy()
-    zeros = np.ascontiguousarray(tensors["weight_zero_point"].numpy().T)
-    found = np.zeros((rows, columns), dtype=np.float32)
-    for k in range(columns):
-        for n in range(rows):
-            difference = int(code(packed[n], k)) - int(code(zeros[k // group], n))
-            found[n, k] = np.float32(difference) * scales[n, k // group]
-    return found
 
 
 @given(data=st.data(), bits=st.sampled_from([4, 8]), group=st.sampled_from([32, 64, 128]))

@@ -139,7 +139,7 @@ def _expect_room(source: Source, scheme: Scheme, output: Path) -> None:
     free = available_memory(torch.device("cpu"))
     if memory > free:
         raise Refused(
-            f"quantising {source.folder} takes about {format_bytes(memory)} of memory, and {format_bytes(free)} are free"
+            f"quantising {source.folder} takes about {format_bytes(memory)} of memory; {format_bytes(free)} are free"
         )
     coded = {f"{name}.weight" for name in linear_layers(source) if name != HEAD}
     size = 0.0
