@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import closing
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -58,17 +59,17 @@ def quantise(model: str, output: Path, scheme: Scheme, wanted: Wanted, shown: Sh
     parts = _parts(source, scheme)
     _expect_room(source, scheme, output)
     shown.phase("reading the weights")
-    work = WorkFolder(output, _plan(source, scheme, wanted), torch.get_num_threads())
-    torch.set_num_threads(work.threads)
-    shown.phase("writing samples" if wanted.text is None else "reading samples")
-    samples = work.samples(lambda: samples_of(source, wanted))
-    _walk(source, scheme, samples, work, parts, shown)
-    shown.phase("writing the checkpoint")
-    files = [work.part(index) for index in range(len(parts))]
-    ignored = write_checkpoint(source, scheme, files, work.checkpoint)
-    num_bytes = sum(path.stat().st_size for path in work.checkpoint.glob("*.safetensors"))
-    done = Done(work.errors(), ignored, num_bytes, sum(map(len, samples)))
-    work.publish()
+    with closing(WorkFolder(output, _plan(source, scheme, wanted), torch.get_num_threads())) as work:
+        torch.set_num_threads(work.threads)
+        shown.phase("writing samples" if wanted.text is None else "reading samples")
+        samples = work.samples(lambda: samples_of(source, wanted))
+        _walk(source, scheme, samples, work, parts, shown)
+        shown.phase("writing the checkpoint")
+        files = [work.part(index) for index in range(len(parts))]
+        ignored = write_checkpoint(source, scheme, files, work.checkpoint)
+        num_bytes = sum(path.stat().st_size for path in work.checkpoint.glob("*.safetensors"))
+        done = Done(work.errors(), ignored, num_bytes, sum(map(len, samples)))
+        work.publish()
     return done
 
 

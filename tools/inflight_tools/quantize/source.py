@@ -115,9 +115,9 @@ def open_source(model: str) -> Source:
                 'with "quantization" in model.json, or give a dense model'
             )
         files, dtype = _files(model, folder), dtype_of("auto", text_config)
+        small = _recognised(options, hf_config, max_model_len(options, text_config))
         whole = from_config(options, copy.deepcopy(hf_config), torch.float32, torch.device("meta"))
         whole.set_attn_implementation("sdpa")  # type: ignore[operator]
-        small = _recognised(options, hf_config, max_model_len(options, text_config))
         source = Source(
             folder=folder,
             config=config,

@@ -35,7 +35,7 @@ _PART = "part-{:04}.safetensors"
 
 
 class WorkFolder:
-    """Locked until the process ends.
+    """Locked until it is closed.
 
     Args:
         output: the folder that will have the checkpoint.
@@ -62,11 +62,19 @@ class WorkFolder:
         except BlockingIOError:
             os.close(self._lock)
             raise Refused(f"another process works in {self.path}: wait for it, or choose another --output") from None
+        try:
+            self.threads = self._expect(plan, threads)
+        except BaseException:
+            self.close()
+            raise
+
+    def _expect(self, plan: Mapping[str, Any], threads: int) -> int:
+        """Write the plan, or compare it with the one that is there; returns the number of threads."""
         found = self._plan()
         if found is None:
             found = {**plan, "threads": threads}
             write_whole(self.path / _PLAN, lambda path: path.write_text(json.dumps(found, indent=1)))
-        self.threads = int(found.pop("threads", threads))
+        threads = int(found.pop("threads", threads))
         if found != plan:
             changed = ", ".join(
                 f"{key} {_short(found.get(key))}, not {_short(plan.get(key))}"
@@ -77,6 +85,11 @@ class WorkFolder:
                 f"{self.path} has the work of another run: {changed}; repeat that run, choose another --output, or "
                 "remove the folder"
             )
+        return threads
+
+    def close(self) -> None:
+        """Let others work here."""
+        os.close(self._lock)
 
     def samples(self, make: Callable[[], list[list[int]]]) -> list[list[int]]:
         """Those of the first run."""
