@@ -42,7 +42,7 @@ from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
 from inflight_tools.quantize.decoder_walk import Scheme
 from inflight_tools.quantize.progress import Shown
-from inflight_tools.quantize.run import quantise
+from inflight_tools.quantize.run import write_quantized
 from inflight_tools.quantize.samples import Wanted
 
 EXACT = "float32"  # what the others are compared with
@@ -101,7 +101,7 @@ def loaded(folder: Path, format: str) -> LoadedModel:
     if format == GPTQ:
         with tempfile.TemporaryDirectory() as made:
             output = Path(made) / "int4"
-            quantise(str(folder), output, Scheme(group=32, head_bits=16), Wanted(8, 512, seed=0), Shown(False))
+            write_quantized(str(folder), output, Scheme(group=32, head_bits=16), Wanted(8, 512, seed=0), Shown(False))
             return _loaded(output, format)
     return _loaded(folder, format)
 

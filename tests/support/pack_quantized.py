@@ -38,7 +38,7 @@ def tensors_in(folder: Path) -> dict[str, Tensor]:
 
 
 def dequantized_copy(folder: Path, copy: Path, group: int = 32, head_bits: int = 16) -> str:
-    """Write the plain checkpoint that a quantised one stands for, in float32."""
+    """Write the plain checkpoint that a quantized one stands for, in float32."""
     copy.mkdir()
     tensors = tensors_in(folder)
     for layer in [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]:

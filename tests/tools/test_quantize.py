@@ -129,7 +129,7 @@ def test_the_rest_of_the_folder_is_copied_and_large_weights_are_in_several_files
     (source / "tokenizer_config.json").write_text("{}")
     (source / "LICENSE").write_text("free")
     (source / "pytorch_model.bin.index.json").write_text("{}")
-    (source / "notes.md").write_text("about the unquantised model")
+    (source / "notes.md").write_text("about the unquantized model")
     assert run(source, "-o", tmp_path / "one")[0] == 0
     monkeypatch.setattr(checkpoint_module, "_LARGEST", 20_000)
     assert run(source, "-o", tmp_path / "several")[0] == 0
@@ -305,7 +305,7 @@ def test_wrong_options(llama: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "gemma2", "gpt2"])
 def test_other_architectures_are_refused_by_name(model_type: str, tmp_path: Path) -> None:
     status, text = run(make_checkpoint(model_type, tmp_path), "-o", tmp_path / "x")
-    what = "a mixture of experts" if model_type == "qwen3_moe" else "not one of the decoders that can be quantised"
+    what = "a mixture of experts" if model_type == "qwen3_moe" else "not one of the decoders that can be quantized"
     assert (status, text.count("\n")) == (1, 0)
     assert f"{model_type} ({model_type}) is {what}" in text and 'serve it with "quantization" in model.json' in text
 
@@ -318,9 +318,9 @@ def test_what_is_no_plain_checkpoint_is_refused_by_name(llama: str, tmp_path: Pa
 
     quantized = make_checkpoint("llama", tmp_path)
     write_quantized(quantized, "awq")
-    assert "is quantised already (quant_method 'awq'): give the folder of the model's unquantised" in refusal(quantized)
+    assert "is quantized already (quant_method 'awq'): give the folder of the model's unquantized" in refusal(quantized)
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    assert "is a file, and a GGUF file has been quantised already" in refusal(tmp_path / "model.gguf")
+    assert "is a file, and a GGUF file has been quantized already" in refusal(tmp_path / "model.gguf")
     folder = tmp_path / "folder"
     folder.mkdir()
     assert "has no config.json: give the folder of a Hugging Face checkpoint" in refusal(folder)
@@ -336,7 +336,7 @@ def test_what_is_no_plain_checkpoint_is_refused_by_name(llama: str, tmp_path: Pa
     assert f"{name} has shape [3, 3], and config.json implies [48, 32]" in refusal(folder)
     (folder / "adapter_config.json").write_text("{}")
     assert "is an adapter: merge it into its model" in refusal(folder)
-    assert "no such folder, and the cache of the hub does not have it" in refusal("nobody/nothing-like-this")
+    assert "no such folder, and the cache of the hub does not have it" in refusal("someone/nothing-like-this")
 
 
 def test_weights_that_are_no_numbers_are_named(llama: str, tmp_path: Path, written_samples: list[list[int]]) -> None:
@@ -347,7 +347,7 @@ def test_weights_that_are_no_numbers_are_named(llama: str, tmp_path: Path, writt
     (folder / "config.json").write_text((Path(llama) / "config.json").read_text())
     save_file(tensors, folder / "model.safetensors")
     status, text = run(folder, "-o", tmp_path / "x")
-    assert status == 1 and "model.layers.1.mlp.gate_proj cannot be quantised: its weights are infinite" in text
+    assert status == 1 and "model.layers.1.mlp.gate_proj cannot be quantized: its weights are infinite" in text
 
 
 def test_too_little_memory_or_disk_is_said_before_anything_is_done(

@@ -1,4 +1,4 @@
-"""What `inflight quantize` writes, read by the package that defines the format: `pip install compressed-tensors`."""
+"""Checkpoints of `inflight quantize`, read by the package that defines the format: `pip install compressed-tensors`."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def quantize(
             fail(f"--{name} {value}: give {allowed[0]}, {allowed[1]} or {allowed[2]}", status=2)
     try:
         from inflight_tools.quantize.decoder_walk import Scheme
-        from inflight_tools.quantize.run import quantise
+        from inflight_tools.quantize.run import write_quantized
         from inflight_tools.quantize.samples import Wanted
     except ModuleNotFoundError as error:
         fail(f"{error.name} not found; it is needed to quantize: pip install 'triton-inflight[backend]'")
@@ -64,7 +64,7 @@ def quantize(
     try:
         with like_ctrl_c():
             scheme = Scheme(group_size, head_bits)
-            done = quantise(model, output, scheme, Wanted(samples, sample_tokens, seed, text), shown)
+            done = write_quantized(model, output, scheme, Wanted(samples, sample_tokens, seed, text), shown)
     except Refused as error:
         shown.end()
         fail(str(error))

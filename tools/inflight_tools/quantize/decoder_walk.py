@@ -1,6 +1,6 @@
-"""From layer to layer of a decoder: each is read, gets inputs from the layers before it as quantised, is quantised.
+"""From layer to layer of a decoder: each is read, gets inputs from the layers before it as quantized, is quantized.
 
-A layer is x += f * attention(norm(x)), then x += f * mlp(norm(x)).  Its linear layers are quantised in the order in
+A layer is x += f * attention(norm(x)), then x += f * mlp(norm(x)).  Its linear layers are quantized in the order in
 which they compute, so that the inputs of each have passed through those before it in four bits.
 """
 
@@ -18,7 +18,7 @@ from inflight_tools.quantize.gptq import Codes, Hessian, Undefined, gptq
 from inflight_tools.quantize.refused import Refused
 from inflight_tools.quantize.source import HEAD, Source
 
-__all__ = ["Quantised", "Scheme", "Walk"]
+__all__ = ["Quantized", "Scheme", "Walk"]
 
 _MERGED = {"self_attn": ("qkv_proj", "q_proj", "k_proj", "v_proj"), "mlp": ("gate_up_proj", "gate_proj", "up_proj")}
 _ESTIMATED = 4  # of so many outputs, one is in the estimate of a layer's error
@@ -43,7 +43,7 @@ class Scheme:
 
 
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """The linear layers of a decoder layer, or the head.
 
     Attributes:
@@ -77,8 +77,8 @@ class Walk:
             self._given.append(known.setdefault(len(sample), given))
 
     @torch.inference_mode()
-    def layer(self, index: int) -> Quantised:
-        """Quantise a decoder layer, and bring the samples through it.
+    def layer(self, index: int) -> Quantized:
+        """Quantize a decoder layer, and bring the samples through it.
 
         Raises:
             Refused: a weight or an input in it is infinite or not a number.
@@ -86,7 +86,7 @@ class Walk:
         name = f"model.layers.{index}"
         layer: Any = self._source.layers[index]
         factor = float(getattr(layer, "residual_multiplier", 1.0))
-        found = Quantised({}, {})
+        found = Quantized({}, {})
         self._source.fill(layer, name)
         try:
             for part, norm in (("self_attn", "input_layernorm"), ("mlp", "post_attention_layernorm")):
@@ -94,11 +94,11 @@ class Walk:
                 run = _attention if part == "self_attn" else _mlp
                 normed = [getattr(layer, norm)(x) for x in self.hidden]
                 merged = [child for child in _MERGED[part] if hasattr(module, child)]
-                self._quantise(f"{name}.{part}", module, merged, normed, found)
+                self._quantize(f"{name}.{part}", module, merged, normed, found)
                 last = getattr(module, _LAST[part])
                 with _passing(module, _LAST[part]):
                     inner = [run(module, x, kwargs) for x, kwargs in zip(normed, given)]
-                self._quantise(f"{name}.{part}", module, [_LAST[part]], inner, found)
+                self._quantize(f"{name}.{part}", module, [_LAST[part]], inner, found)
                 for x, y in zip(self.hidden, inner):
                     x.add_(last(y), alpha=factor)
         finally:
@@ -106,25 +106,25 @@ class Walk:
         return found
 
     @torch.inference_mode()
-    def head(self) -> Quantised:
-        """Quantise the head, after all layers.
+    def head(self) -> Quantized:
+        """Quantize the head, after all layers.
 
         Raises:
             Refused: see `layer`.
         """
         norm: Any = self._source.model.model.norm
-        found, holder = Quantised({}, {}), nn.Module()
+        found, holder = Quantized({}, {}), nn.Module()
         self._source.fill(norm, "model.norm")
         weight = self._source.weight_of_head()
         holder.lm_head = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         holder.lm_head.weight = nn.Parameter(weight.float(), requires_grad=False)
-        self._quantise("", holder, [HEAD], [norm(x) for x in self.hidden], found, self._scheme.head_bits)
+        self._quantize("", holder, [HEAD], [norm(x) for x in self.hidden], found, self._scheme.head_bits)
         return found
 
-    def _quantise(
-        self, prefix: str, parent: Any, names: Sequence[str], inputs: Sequence[Tensor], found: Quantised, bits: int = 0
+    def _quantize(
+        self, prefix: str, parent: Any, names: Sequence[str], inputs: Sequence[Tensor], found: Quantized, bits: int = 0
     ) -> None:
-        """Quantise layers with common inputs; those whose inputs do not fit stay as they are."""
+        """Quantize layers with common inputs, unless their number does not fit the group."""
         linears = [getattr(parent, name) for name in names]
         if not self._scheme.fits(linears[0].in_features):
             return
@@ -135,14 +135,14 @@ class Walk:
         try:
             whole = gptq(weight, hessian, bits or self._scheme.bits, self._scheme.group, self._source.dtype)
         except Undefined as error:
-            raise Refused(f"{self._source.folder}: {prefix}.{names[0]} cannot be quantised: {error}") from error
+            raise Refused(f"{self._source.folder}: {prefix}.{names[0]} cannot be quantized: {error}") from error
         parts = whole.split([linear.out_features for linear in linears])
         for name, linear, codes in zip(names, linears, parts):
-            dequantised = codes.dequantize()
+            dequantized = codes.dequantize()
             full = f"{prefix}.{name}".lstrip(".")
             found.codes[full] = codes
-            found.errors[full] = _relative_error(linear.weight, dequantised, hessian.matrix)
-            linear.weight.data = dequantised
+            found.errors[full] = _relative_error(linear.weight, dequantized, hessian.matrix)
+            linear.weight.data = dequantized
 
 
 def _begin(source: Source, token_ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -170,10 +170,10 @@ def _mlp(module: Any, x: Tensor, given: dict[str, Any]) -> Tensor:
     return module(x)
 
 
-def _relative_error(weight: Tensor, dequantised: Tensor, hessian: Tensor) -> float:
+def _relative_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
     """Of outputs, by the norm: sqrt(tr(D H D^T) / tr(W H W^T)), estimated from some of them."""
     some = weight[::_ESTIMATED]
-    lost, all_of_it = (float((part @ hessian).mul_(part).sum()) for part in (some - dequantised[::_ESTIMATED], some))
+    lost, all_of_it = (float((part @ hessian).mul_(part).sum()) for part in (some - dequantized[::_ESTIMATED], some))
     return (lost / all_of_it) ** 0.5 if all_of_it > 0 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""GPTQ: weights in few bits, column by column, each column's error made up for by those that follow.
+"""GPTQ: weights in few bits, column by column; the following columns make up for each one's error.
 
 Frantar, Ashkboos, Hoefler, Alistarh: "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained
 Transformers", 2022.  With H = X^T X of a layer's inputs and H^-1 = U^T U, U upper triangular, the change of the output
@@ -104,7 +104,7 @@ def gptq(weight: Tensor, hessian: Hessian, bits: int, group: int, dtype: torch.d
         raise Undefined("its weights are infinite or not numbers")
     num_outputs, num_inputs = weight.shape
     factor, importance = hessian.factor(), hessian.matrix.diagonal()
-    left = weight.t().contiguous()  # [K, N]: what is left to be quantised, with the errors of the columns before
+    left = weight.t().contiguous()  # [K, N]: what is left to be quantized, with the errors of the columns before
     values = torch.empty(num_inputs, num_outputs, dtype=torch.uint8)
     scales = torch.empty(num_inputs // group, num_outputs, dtype=dtype)
     zeros = torch.empty(num_inputs // group, num_outputs, dtype=torch.uint8)

@@ -29,7 +29,7 @@ class Shown:
             self._progress.start()
 
     def phase(self, text: str) -> None:
-        """What is done now."""
+        """The present work, if it is no layer."""
         if self._progress is not None:
             self._progress.update(self._task, description=text)
 

@@ -6,4 +6,4 @@ __all__ = ["Refused"]
 
 
 class Refused(Exception):
-    """The checkpoint cannot be quantised, or not with these options; the message says what to do instead."""
+    """The checkpoint cannot be quantized, or not with these options; the message says what to do instead."""

@@ -1,4 +1,4 @@
-"""A whole run: open, go on where the last one stopped, quantise layer by layer, write, rename."""
+"""A whole run: open, go on where the last one stopped, quantize layer by layer, write, rename."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import inflight
 from inflight.device.memory import available_memory, format_bytes
 from inflight_tools.quantize.checkpoint import linear_layers, write_checkpoint
 from inflight_tools.quantize.compressed import tensors_of
-from inflight_tools.quantize.decoder_walk import Quantised, Scheme, Walk
+from inflight_tools.quantize.decoder_walk import Quantized, Scheme, Walk
 from inflight_tools.quantize.progress import Shown
 from inflight_tools.quantize.refused import Refused
 from inflight_tools.quantize.samples import Wanted, samples_of
 from inflight_tools.quantize.source import HEAD, Source, open_source
 from inflight_tools.quantize.work_folder import WorkFolder
 
-__all__ = ["Done", "quantise"]
+__all__ = ["Done", "write_quantized"]
 
 _FORMAT = 1  # of what a run leaves; another one does not go on with it
 _CHUNK = 2**24
@@ -34,7 +34,7 @@ _SPARE = 2**28  # bytes of memory for everything that does not grow with the mod
 class Done:
     """
     Attributes:
-        errors: the relative error of each quantised layer's outputs on the samples.
+        errors: the relative error of each quantized layer's outputs on the samples.
         ignored: linear layers of the decoder that stay as they are.
         num_bytes: of the weights' files.
         num_tokens: of the samples.
@@ -46,7 +46,7 @@ class Done:
     num_tokens: int
 
 
-def quantise(model: str, output: Path, scheme: Scheme, wanted: Wanted, shown: Shown) -> Done:
+def write_quantized(model: str, output: Path, scheme: Scheme, wanted: Wanted, shown: Shown) -> Done:
     """Write the checkpoint `output`, going on where an earlier run with the same arguments was stopped.
 
     Raises:
@@ -97,12 +97,12 @@ def _walk(
         work.finish_part(place, _tensors(found), found.errors, None if is_last else walk.hidden)
 
 
-def _tensors(found: Quantised) -> dict[str, torch.Tensor]:
+def _tensors(found: Quantized) -> dict[str, torch.Tensor]:
     return {key: tensor for name, codes in found.codes.items() for key, tensor in tensors_of(name, codes).items()}
 
 
 def _plan(source: Source, scheme: Scheme, wanted: Wanted) -> dict[str, Any]:
-    """What decides every byte of the result."""
+    """Everything that decides the bytes of the result."""
     weights = sorted(source.folder.glob("*.safetensors"))
     return {
         "version": f"{inflight.__version__}.{_FORMAT}",
@@ -140,7 +140,7 @@ def _expect_room(source: Source, scheme: Scheme, output: Path) -> None:
     free = available_memory(torch.device("cpu"))
     if memory > free:
         raise Refused(
-            f"quantising {source.folder} takes about {format_bytes(memory)} of memory; {format_bytes(free)} are free"
+            f"quantizing {source.folder} takes about {format_bytes(memory)} of memory; {format_bytes(free)} are free"
         )
     coded = {f"{name}.weight" for name in linear_layers(source) if name != HEAD}
     size = 0.0

@@ -119,7 +119,7 @@ def _chat_start(llm: LLM) -> list[int]:
 
 @contextmanager
 def _nothing_kept() -> Iterator[None]:
-    """An engine in the block keeps no weights for its next start: the next one loads the quantised checkpoint."""
+    """An engine in the block keeps no weights for its next start: the next one loads the quantized checkpoint."""
     name = "INFLIGHT_CACHE"
     before = os.environ.get(name)
     os.environ[name] = "off"

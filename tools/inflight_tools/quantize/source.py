@@ -1,4 +1,4 @@
-"""The checkpoint that is quantised: what it must be, its modules without weights, and its tensors one by one."""
+"""The checkpoint that is quantized: what it must be, its modules without weights, and its tensors one by one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEAD = "lm_head"
 _EMBEDDING = "model.embed_tokens.weight"
 _CPU = torch.device("cpu")
 _VOCABULARY = 64  # of the model that is only recognised
-_UNQUANTISED = "give the folder of the model's unquantised checkpoint"
+_UNQUANTIZED = "give the folder of the model's unquantized checkpoint"
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Source:
 def open_source(model: str) -> Source:
     """
     Raises:
-        Refused: it is not a checkpoint that can be quantised; says what to give instead.
+        Refused: it is not a checkpoint that can be quantized; says what to give instead.
     """
     folder = _folder(model)
     config = _config(folder)
@@ -107,7 +107,7 @@ def open_source(model: str) -> Source:
         hf_config = read_config(options)
         method = quant_method(hf_config)
         if method is not None:
-            raise Refused(f"{model} is quantised already (quant_method {method!r}): {_UNQUANTISED}")
+            raise Refused(f"{model} is quantized already (quant_method {method!r}): {_UNQUANTIZED}")
         text_config = hf_config.get_text_config(decoder=True)
         if has_experts(text_config):
             raise Refused(
@@ -132,7 +132,7 @@ def open_source(model: str) -> Source:
         raise Refused(str(error)) from error
     except NotRecognised as error:
         raise Refused(
-            f"{model} ({hf_config.model_type}) is not one of the decoders that can be quantised, such as llama, "
+            f"{model} ({hf_config.model_type}) is not one of the decoders that can be quantized, such as llama, "
             f'mistral, qwen2, qwen3, phi3, granite and smollm3: {error}; serve it with "quantization" in model.json'
         ) from error
     _expect_all(source, small)
@@ -142,7 +142,7 @@ def open_source(model: str) -> Source:
 def _folder(model: str) -> Path:
     path = Path(model).expanduser()
     if path.is_file():
-        raise Refused(f"{model} is a file, and a GGUF file has been quantised already: {_UNQUANTISED}")
+        raise Refused(f"{model} is a file, and a GGUF file has been quantized already: {_UNQUANTIZED}")
     try:
         folder = snapshot(str(path) if path.is_dir() else model)
     except CheckpointFileError as error:
@@ -208,7 +208,7 @@ def _recognised(options: EngineConfig, hf_config: Any, length: int) -> Any:
 def _expect_all(source: Source, small: Any) -> None:
     """
     Raises:
-        Refused: a layer differs from those that were recognised, or a tensor is missing or has another shape.
+        Refused: a layer differs from the recognised ones, or a tensor is missing or has another shape.
     """
     known = {_structure(layer) for layer in small.model.layers}
     for index, layer in enumerate(source.layers):
@@ -223,7 +223,7 @@ def _expect_all(source: Source, small: Any) -> None:
             what = "is in none of its files" if header is None else f"has shape {list(header.shape)}"
             raise Refused(f"{source.folder}: {name} {what}, and config.json implies {list(parameter.shape)}")
         if header.dtype not in ("BF16", "F16", "F32"):
-            raise Refused(f"{source.folder}: {name} has dtype {header.dtype}, not BF16, F16 or F32: {_UNQUANTISED}")
+            raise Refused(f"{source.folder}: {name} has dtype {header.dtype}, not BF16, F16 or F32: {_UNQUANTIZED}")
 
 
 def _structure(layer: nn.Module) -> tuple[tuple[str, type], ...]:

@@ -1,4 +1,4 @@
-"""What a run has done so far, so that the next one can go on: `DIR.partial` beside the checkpoint-to-be.
+"""The work of a run so far, from which the next one goes on: `DIR.partial` beside the checkpoint-to-be.
 
 plan.json             what is made: model, options and version; only a run with the same goes on
 samples.json          token ids
@@ -112,7 +112,7 @@ class WorkFolder:
         return self.path / _PART.format(index)
 
     def inputs(self, lengths: Sequence[int]) -> list[Tensor]:
-        """float32 [T, H] of each sample: the inputs of the part after those that are done."""
+        """float32 [T, H] of each sample: the inputs of the first part that is not done."""
         whole = load_file(self.path / _INPUTS.format(self.num_done))["inputs"]
         return list(whole.split(list(lengths)))
 
