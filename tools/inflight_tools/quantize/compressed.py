@@ -71,7 +71,7 @@ def quantization_config(scheme: Scheme, ignored: Sequence[str]) -> dict[str, Any
 
 
 def _group(targets: list[str], bits: int, group_size: int) -> dict[str, Any]:
-    weights = {
+    weights: dict[str, Any] = {
         "actorder": None,
         "block_structure": None,
         "dynamic": False,

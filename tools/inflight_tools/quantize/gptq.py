@@ -52,8 +52,8 @@ class Codes:
 
     def split(self, sizes: Sequence[int]) -> list[Codes]:
         """Those of layers with a common input, `sizes` outputs each."""
-        parts = zip(*(each.split(list(sizes)) for each in (self.values, self.scales, self.zeros)))
-        return [Codes(*part, self.bits) for part in parts]
+        values, scales, zeros = (each.split(list(sizes)) for each in (self.values, self.scales, self.zeros))
+        return [Codes(*part, bits=self.bits) for part in zip(values, scales, zeros)]
 
 
 class Hessian:

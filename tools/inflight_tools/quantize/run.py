@@ -57,7 +57,7 @@ def write_quantized(model: str, output: Path, scheme: Scheme, wanted: Wanted, sh
         raise Refused(f"{output} exists: choose another --output, or remove it")
     source = open_source(model)
     parts = _parts(source, scheme)
-    _expect_room(source, scheme, output)
+    _expect_room(source, scheme, wanted, output)
     shown.phase("reading the weights")
     with closing(WorkFolder(output, _plan(source, scheme, wanted), torch.get_num_threads())) as work:
         torch.set_num_threads(work.threads)
@@ -127,7 +127,7 @@ def _digest(files: list[Path]) -> str:
     return state.hexdigest()
 
 
-def _expect_room(source: Source, scheme: Scheme, output: Path) -> None:
+def _expect_room(source: Source, scheme: Scheme, wanted: Wanted, output: Path) -> None:
     """
     Raises:
         Refused: the memory or the disk is too small.
@@ -149,7 +149,9 @@ def _expect_room(source: Source, scheme: Scheme, output: Path) -> None:
         size += prod(header.shape) * bits / 8
     folder = next(parent for parent in output.absolute().parents if parent.exists())
     left = shutil.disk_usage(folder).free
-    if 2 * size > left:  # parts, and the checkpoint made of them
+    inputs = 4 * wanted.count * wanted.length * source.model.get_input_embeddings().embedding_dim
+    size += inputs  # of two layers at once; else the parts, and the checkpoint made of them
+    if 2 * size > left:
         raise Refused(
             f"--output {output}: the work takes about {format_bytes(int(2 * size))} of disk, and {folder} has "
             f"{format_bytes(left)} left"
