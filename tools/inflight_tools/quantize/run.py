@@ -54,7 +54,9 @@ def write_quantized(model: str, output: Path, scheme: Scheme, wanted: Wanted, sh
         OSError: a file cannot be read or written; what is done is kept.
     """
     if output.exists() or output.is_symlink():
-        raise Refused(f"{output} exists: choose another --output, or remove it")
+        partial = WorkFolder.path_of(output)
+        left = f" and {partial}, from which it was made" if partial.exists() else ""  # killed after its last step
+        raise Refused(f"{output} exists: choose another --output, or remove it{left}")
     source = open_source(model)
     parts = _parts(source, scheme)
     _expect_room(source, scheme, wanted, output)

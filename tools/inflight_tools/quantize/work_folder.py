@@ -52,7 +52,7 @@ class WorkFolder:
     """
 
     def __init__(self, output: Path, plan: Mapping[str, Any], threads: int) -> None:
-        self.path = output.with_name(f"{output.name}.partial")
+        self.path = self.path_of(output)
         self.checkpoint = self.path / _CHECKPOINT
         self._output = output
         self.path.mkdir(parents=True, exist_ok=True)
@@ -67,6 +67,11 @@ class WorkFolder:
         except BaseException:
             self.close()
             raise
+
+    @staticmethod
+    def path_of(output: Path) -> Path:
+        """The folder for the work on `output`."""
+        return output.with_name(f"{output.name}.partial")
 
     def _expect(self, plan: Mapping[str, Any], threads: int) -> int:
         """Write the plan, or compare it with the one that is there; returns the number of threads."""
