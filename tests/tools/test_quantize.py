@@ -162,6 +162,8 @@ def test_samples_of_a_text_are_distributed_over_it(tmp_path: Path) -> None:
     assert run(DEMO, "-o", tmp_path / "x", "--text", text)[1].endswith("give at least 32, better some thousands")
     text.write_bytes(b"\xff\xfe")
     assert "cannot be read as UTF-8" in run(DEMO, "-o", tmp_path / "x", "--text", text)[1]
+    missing = tmp_path / "missing.txt"
+    assert run(DEMO, "-o", tmp_path / "y", "--text", missing) == (1, f"inflight: {missing}: No such file or directory")
 
 
 def test_samples_begin_in_turn_as_documents_and_as_chats_do(monkeypatch: pytest.MonkeyPatch) -> None:

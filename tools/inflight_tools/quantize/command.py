@@ -60,7 +60,6 @@ def quantize(
     begun = time.monotonic()
     shown = Shown(not json_)
     partial = output.with_name(f"{output.name}.partial")
-    again = f"the same command goes on with {partial}"
     try:
         with like_ctrl_c():
             scheme = Scheme(group_size, head_bits)
@@ -70,13 +69,17 @@ def quantize(
         fail(str(error))
     except OSError as error:
         shown.end()
-        fail(f"{error.filename or partial}: {error.strerror or error}; {again}")
+        fail(f"{error.filename or partial}: {error.strerror or error}{_again(partial)}")
     except KeyboardInterrupt:
         shown.end()
-        fail(f"stopped; {again}" if partial.exists() else "stopped")
+        fail(f"stopped{_again(partial)}")
     shown.end()
     seconds = time.monotonic() - begun
     typer.echo(json.dumps(_as_json(done, output, seconds)) if json_ else _as_text(done, output, seconds))
+
+
+def _again(partial: Path) -> str:
+    return f"; the same command goes on with {partial}" if partial.exists() else ""
 
 
 def _as_json(done: Done, output: Path, seconds: float) -> dict[str, Any]:
