@@ -7,6 +7,8 @@ Each format computes the text in windows of 1024 tokens.  Its distributions of t
 float32: perplexity, mean Kullback-Leibler divergence, and how often the most likely token is the same.  Numbers in fp8
 and int4 are those of a GPU, computed on the CPU (by the twins of the tests).
 
+"int4, GPTQ on own samples" is what `inflight quantize` makes of the model; its head stays in 16 bits.
+
 - smollm2: SmolLM2-135M-Instruct (`make smollm2`) on the help topics of `pydoc`, which come with every Python; another
   Python has another text, so the record says which.
 - demo: the demo model on the documents that were held out from its training (see model_repository/demo).
@@ -19,6 +21,7 @@ import math
 import platform
 import runpy
 import sys
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,6 +40,10 @@ from int4_layers import int4_twins
 from inflight.attention.base import forward_context
 from inflight.config import EngineConfig
 from inflight.loading.loader import LoadedModel, load
+from inflight_tools.quantize.decoder_walk import Scheme
+from inflight_tools.quantize.progress import Shown
+from inflight_tools.quantize.run import write_quantized
+from inflight_tools.quantize.samples import Wanted
 
 EXACT = "float32"  # what the others are compared with
 FORMATS: dict[str, dict[str, Any]] = {
@@ -50,7 +57,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 weights and KV": dict(quantization="fp8", kv_cache_dtype="fp8"),
     "int4 weights": dict(quantization="int4"),
     "int4 weights, GPU": dict(quantization="int4"),
+    "int4, GPTQ on own samples": dict(),
 }
+GPTQ = "int4, GPTQ on own samples"
 WINDOW = 1024
 
 
@@ -89,6 +98,15 @@ def windows(folder: Path, text: str, tokens: int) -> list[list[int]]:
 
 
 def loaded(folder: Path, format: str) -> LoadedModel:
+    if format == GPTQ:
+        with tempfile.TemporaryDirectory() as made:
+            output = Path(made) / "int4"
+            write_quantized(str(folder), output, Scheme(group=32, head_bits=16), Wanted(8, 512, seed=0), Shown(False))
+            return _loaded(output, format)
+    return _loaded(folder, format)
+
+
+def _loaded(folder: Path, format: str) -> LoadedModel:
     usual = {"model": str(folder), "device": "cpu", "dtype": "bfloat16"}
     usual |= {"kv_cache_memory": "64MiB", "max_model_len": WINDOW}
     twins = int4_twins() if format.endswith("GPU") else fp8_twins()
@@ -173,7 +191,7 @@ def main() -> None:
         runs[name] = measure(folder, prompts, args.formats)
         for format, run in runs[name].items():
             print(
-                f"  {format:<20} perplexity {run['perplexity']:8.4f}   KL divergence {run['kl_divergence']:.6f} nats   "
+                f"  {format:<25} perplexity {run['perplexity']:8.4f}   KL divergence {run['kl_divergence']:.6f} nats   "
                 f"same most likely token {run['same_most_likely_token']:.2%}"
             )
     common.record(args, runs, texts=texts, window=WINDOW)

@@ -35,6 +35,7 @@ from inflight_tools.gateway import (
 from inflight_tools.kept_weights import weights
 from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
 from inflight_tools.operator import drain, models, status
+from inflight_tools.quantize.command import quantize
 from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
@@ -366,6 +367,7 @@ app.command()(chat)
 app.command()(models)
 app.command()(status)
 app.command()(drain)
+app.command()(quantize)
 app.command()(weights)
 app.command()(trace)
 app.command()(calibrate)

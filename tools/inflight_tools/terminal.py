@@ -12,7 +12,7 @@ import typer
 
 from inflight_tools.installation import LauncherError
 
-__all__ = ["StopRequest", "fail", "one_line_errors", "stop_signals"]
+__all__ = ["StopRequest", "fail", "like_ctrl_c", "one_line_errors", "stop_signals"]
 
 
 class StopRequest:
@@ -46,13 +46,21 @@ class StopRequest:
 @contextlib.contextmanager
 def stop_signals() -> Iterator[StopRequest]:
     """Treat SIGTERM and SIGHUP like Ctrl-C, and Ctrl-C as success once everything has stopped."""
+    with like_ctrl_c() as stop:
+        try:
+            yield stop
+        except KeyboardInterrupt:
+            typer.echo("stopped", err=True)
+
+
+@contextlib.contextmanager
+def like_ctrl_c() -> Iterator[StopRequest]:
+    """Treat SIGTERM and SIGHUP like Ctrl-C."""
     stop = StopRequest()
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
     before = {number: signal.signal(number, stop.on_signal) for number in numbers}
     try:
         yield stop
-    except KeyboardInterrupt:
-        typer.echo("stopped", err=True)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
