@@ -52,6 +52,7 @@ from inflight.engine.request_times import make_request_times
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.load_phases import enter_phase, print_phases
+from inflight.loading.saved.prefetch import prefetch
 from inflight.runner.cpu_threads import available_cpus
 
 __all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
@@ -84,7 +85,9 @@ _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
 def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     print_phases(config.model)
-    enter_phase("importing torch")
+    if "torch" not in sys.modules:  # not a fork
+        enter_phase("importing torch")
+        prefetch(config)
     from inflight.engine.assembly import make_core
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed
