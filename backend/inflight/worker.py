@@ -49,6 +49,7 @@ from inflight.engine.messages import (
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.load_phases import enter_phase, print_phases
@@ -208,12 +209,31 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
     from inflight.runner.warm_up import warm_up
 
+    kept = False
+
     def prepare() -> None:
-        warm_up(config, idle)
+        nonlocal kept
+        kept = warm_up(config, idle, _run_a_token)
         import inflight.engine.assembly  # noqa: F401
 
+    def is_outdated() -> bool:
+        from inflight.loading.startup import is_kept
+
+        return not kept and is_kept(config)
+
     _name("inflight-spare")
-    return serve_forks(control, prepare)
+    return serve_forks(control, prepare, is_outdated)
+
+
+def _run_a_token(config: EngineConfig) -> None:
+    """What the first step of a process does once, done in the spare process: its forks have it behind them."""
+    from inflight.engine.assembly import make_core
+    from inflight.runner.pipeline import make_runner
+
+    core = make_core(config, make_runner(config), listeners=[])
+    core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
+    while core.has_work:
+        core.step()
 
 
 def _name(name: str) -> None:

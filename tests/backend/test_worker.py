@@ -91,7 +91,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fork_server(checkpoint):
-    server = ForkServerProcess(EngineConfig(model=checkpoint, device="cpu"), COMMAND, ENV, idle=False)
+    server = ForkServerProcess(encode(EngineConfig(model=checkpoint, device="cpu")), COMMAND, ENV, idle=False)
     yield server
     server.stop()
 

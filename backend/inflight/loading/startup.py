@@ -84,7 +84,7 @@ def is_kept(config: EngineConfig) -> bool:
 
 
 def heat(config: EngineConfig) -> bool:
-    """Map the weights that are kept of this checkpoint, verify them and compare their logits, for forks of this process.
+    """Map the weights that are kept of this checkpoint, verify and try them, for forks of this process.
 
     Leaves no thread, and no memory but the shared pages: it computes on one thread, which changes no bit.
 
@@ -98,7 +98,7 @@ def heat(config: EngineConfig) -> bool:
     torch.set_num_threads(1)
     try:
         cache, key = _place(config)
-        # What is written here is copied by each fork that writes it: no pool is, see `PagedLayers`.
+        # The KV pool that is made for this is never written as a whole: that would be a second one beside an engine's.
         _reuse(cache, key, msgspec.structs.replace(config, itl_target_ms=None), time.perf_counter(), hold=True)
     except CannotKeep:
         return False

@@ -39,7 +39,6 @@ def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obj
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     prefetch(config)  # a thread inherits the class of the one that starts it
-    import inflight.runner.pipeline
     from inflight.loading.startup import heat, is_kept
 
     kept = False
@@ -47,7 +46,9 @@ def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obj
         kept = is_kept(config)
         if heat(config):
             # Threads of a product would be missing in a fork, which believes that they wait for it.
-            run(msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None))
+            run(
+                msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None)
+            )
         if kept:
             return True
     with contextlib.suppress(Exception):
