@@ -33,7 +33,7 @@ def weights(
 ) -> None:
     """List, verify or drop the weights that engines of this user have kept for their next start.
 
-    The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has read a dropped file goes on.
+    The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has mapped a dropped file goes on.
 
     Examples: `inflight weights`, `inflight weights verify`, `inflight weights drop 9d6241`.
     """

@@ -118,7 +118,7 @@ class CacheFolder:
         return True
 
     def drop(self, name: str) -> None:
-        """Remove it; an engine that is reading it goes on."""
+        """Remove it; an engine that has mapped it goes on."""
         with contextlib.suppress(OSError):
             (self.path / name).unlink(missing_ok=True)
 
