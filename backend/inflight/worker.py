@@ -226,7 +226,7 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
 
 
 def _run_a_token(config: EngineConfig) -> None:
-    """What the first step of a process does once, done in the spare process: its forks have it behind them."""
+    """Do in the spare process the work of a first step, which its forks need not repeat."""
     from inflight.engine.assembly import make_core
     from inflight.runner.pipeline import make_runner
 

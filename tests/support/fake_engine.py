@@ -266,7 +266,7 @@ def prepare(connection: Connection) -> None:
 
 
 def is_outdated(argv: list[str]) -> bool:
-    """As one that was made before weights were kept; those that replace another are not."""
+    """As a spare process that was made before weights were kept; its successor is not."""
     return "FAKE_ENGINE_OUTDATED" in os.environ and "--idle" not in argv
 
 

@@ -41,7 +41,7 @@ REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
 _writers: list[threading.Thread] = []
 _hot: dict[str, MappedFile] = {}  # by key: mapped, and with the right logits, in this process or in its parent
-_program_key = functools.cache(program_key)  # of the program that runs, whatever is installed meanwhile
+_program_key = functools.cache(program_key)  # of the program that runs, not of one that is installed meanwhile
 
 
 def load_or_reuse(config: EngineConfig) -> LoadedModel:
@@ -157,7 +157,7 @@ def _mapped(cache: CacheFolder, name: str, key: str) -> MappedFile | None:
     """The file, mapped and verified, perhaps by the process that this is a fork of; None if there is none."""
     hot = _hot.get(key)
     descriptor = cache.open(name)
-    if descriptor is None:  # dropped: whoever has it mapped goes on
+    if descriptor is None:  # dropped, but a mapping remains
         return hot if hot is not None and hot.is_unchanged else None
     enter_phase(REUSED)
     try:

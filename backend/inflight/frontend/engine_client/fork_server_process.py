@@ -12,11 +12,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from inflight.fork_server import OUTDATED
 from inflight.frontend.engine_client.os_process import ForkedProcess, exit_words, start_tied
 
 __all__ = ["ForkFailed", "ForkServerProcess"]
 
+_OUTDATED = b"o"  # of inflight/fork_server.py
 _FORK_SECONDS = 10.0  # for a fork, once the imports are done
 _EXIT_SECONDS = 5.0
 
@@ -76,7 +76,7 @@ class ForkServerProcess:
         with contextlib.suppress(OSError):
             if said := self._socket.recv(16, socket.MSG_DONTWAIT):
                 self._is_ready = True
-                self.is_outdated = self.is_outdated or OUTDATED in said
+                self.is_outdated = self.is_outdated or _OUTDATED in said
         return self._is_ready
 
     def fork(self, pipe: int, heartbeat: int, timeout: float) -> ForkedProcess:

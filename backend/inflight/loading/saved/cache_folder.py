@@ -70,7 +70,7 @@ class CacheFolder:
     def open(self, name: str) -> int | None:
         """A descriptor to read the file from, which is now the one used last; None if there is no such file.
 
-        Its time of access says when it was used; whoever has it mapped sees in the other one that nobody has written.
+        The time of access says when it was used.  The time of modification stays: processes that map the file compare it.
 
         Raises:
             CannotKeep: someone else can have written it.

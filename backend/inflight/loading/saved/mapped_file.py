@@ -67,8 +67,8 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
 class MappedFile:
     """An open file, with its tensors mapped and checked.
 
-    What is found: any byte that differs from those written when it is mapped.  What is not: a byte that the disk
-    changes later, if the system has dropped its page meanwhile and reads it again.
+    This finds any byte that has changed until now.  It does not find one that the disk changes later, if the system
+    drops a page and reads it again.
 
     Args:
         descriptor: of the file; this keeps one of its own.
@@ -98,7 +98,7 @@ class MappedFile:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether nobody has written to the file, or cut it, since it was mapped.  To drop it changes nothing."""
+        """Whether the file has not been written or cut since it was mapped.  Dropping it changes nothing."""
         return _state(self._file.fileno()) == self._state
 
     def is_of(self, descriptor: int) -> bool:

@@ -35,7 +35,7 @@ def prefetched(key: str) -> MappedFile | None:
 
 
 def _prefetch(config: EngineConfig) -> None:
-    """What cannot be believed or read is left to the load, which says so."""
+    """Leaves files that are damaged or unreadable to the load, which reports them."""
     with contextlib.suppress(OSError, CannotKeep, Damaged):
         cache = cache_folder()
         if cache is None or not (files := cache.files()):

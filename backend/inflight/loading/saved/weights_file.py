@@ -50,7 +50,7 @@ def write(descriptor: int, key: str, content: dict[str, Any], tensors: Sequence[
 
 
 def tensors_of(file: MappedFile) -> list[Tensor]:
-    """The tensors, views of the mapped file: nobody can write to them."""
+    """The tensors, views of the mapped file, which cannot be written."""
     address = np.frombuffer(file.data, dtype=np.uint8).ctypes.data if file.data else 0
     region = (ctypes.c_ubyte * len(file.data)).from_address(address)  # torch warns of memory that says it is read-only
     region.file = file  # type: ignore[attr-defined]  # mapped while a tensor lives
