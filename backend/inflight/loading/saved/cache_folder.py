@@ -70,7 +70,7 @@ class CacheFolder:
     def open(self, name: str) -> int | None:
         """A descriptor to read the file from, which is now the one used last; None if there is no such file.
 
-        The time of access says when it was used.  The time of modification stays: processes that map the file compare it.
+        The time of access says when it was used.  That of modification stays: processes that map the file compare it.
 
         Raises:
             CannotKeep: someone else can have written it.
