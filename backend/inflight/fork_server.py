@@ -34,7 +34,7 @@ __all__ = ["OUTDATED", "READY", "ForkRequest", "serve_forks"]
 READY, OUTDATED = b"r", b"o"
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-_ASK_SECONDS = 1.0, 60.0  # between two questions whether it is outdated: at first, and at last
+_ASK_SECONDS = 1.0, 10.0  # between two questions whether it is outdated: at first, and at last
 _THREADS_END_SECONDS = 1.0  # a thread that has been joined is in the process's list for a moment longer
 
 
