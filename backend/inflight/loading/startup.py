@@ -140,7 +140,10 @@ def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float, hol
             if any(path.name.startswith(checkpoint) for path in cache.files()):
                 _log.warning("the weights kept of this checkpoint are of another version or CPU; loading it in full")
             return None
-        loaded = model_of(file, config, start, compare=_hot.get(key) is not file)
+        is_hot = _hot.get(key) is file
+        if is_hot:
+            file.map_pages()
+        loaded = model_of(file, config, start, compare=not is_hot)
         if hold:
             _hot[key] = file
         return loaded
