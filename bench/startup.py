@@ -10,6 +10,9 @@ ready.  The file of kept weights is made by a start that is not timed.
     kept            from kept weights
     full, cold      full, with the checkpoint's files not in the page cache
     kept, cold      from kept weights that are not in the page cache, nor is the checkpoint
+    killed, spare   from SIGKILL of an engine with kept weights to the next token of a short request: a spare process
+                    has them mapped and has run a token
+    killed          the same without a spare process
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from typing import Any
 
 import common
 
-SIDES = ("full", "kept", "full, cold", "kept, cold")
+SIDES = ("full", "kept", "full, cold", "kept, cold", "killed, spare", "killed")
 
 
 def start(options: dict[str, Any], keep: str) -> float:
@@ -48,6 +51,47 @@ def start(options: dict[str, Any], keep: str) -> float:
     return seconds
 
 
+def killed(options: dict[str, Any], keep: str) -> common.Run:
+    """Seconds from SIGKILL to the next token, and the memory of the engine and its spare process in MiB."""
+    from inflight.config import EngineConfig
+    from inflight.engine.messages import AddRequest, StepMessage, encode
+    from inflight.engine.sampling_params import SamplingParams
+    from inflight.frontend.engine_client.engine_launcher import EngineLauncher
+    from inflight.frontend.engine_client.engine_process import EngineProcess, engine_command
+
+    config = EngineConfig.from_dict(options)
+    request = AddRequest(1, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=64, ignore_eos=True))
+    launcher = EngineLauncher(config, engine_command(config), {"INFLIGHT_CACHE": keep})
+
+    def started() -> EngineProcess:
+        engine = launcher.launch()
+        assert isinstance(engine, EngineProcess)
+        engine.wait_ready(600)
+        engine.send(encode(request))
+        while not isinstance(message := engine.receive(), StepMessage) or not message.tokens.token_ids:
+            pass
+        return engine
+
+    engine = started()
+    spare = launcher._fork_server
+    memory = [pss(process.pid) for process in (engine, spare) if process is not None]
+    begun = time.perf_counter()
+    os.kill(engine.pid, signal.SIGKILL)
+    engine.exit_text()
+    engine.close()
+    engine = started()
+    seconds = time.perf_counter() - begun
+    engine.stop(polite=False)
+    launcher.close()
+    return {"seconds": seconds, "pss": sum(memory)}
+
+
+def pss(pid: int) -> float:
+    """A process's share of the memory, in MiB."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+
+
 def forget(*folders: Path) -> None:
     """Drop the files of these folders from the page cache."""
     for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
@@ -68,8 +112,10 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
         "cpu_threads": args.threads,
         "kv_cache_memory": "1GiB",
         "max_model_len": 2048,
-        "spare_engine": False,
+        "spare_engine": side == "killed, spare",
     }
+    if side.startswith("killed"):
+        return killed(options, cache)
     return {"seconds": start(options, "off" if side.startswith("full") else cache)}
 
 
@@ -98,7 +144,7 @@ def main() -> None:
     found = {model: common.medians(sides, "seconds") for model, sides in runs.items()}
     for model, sides in found.items():
         for side, figures in sides.items():
-            print(f"{model:<18} {side:<12} {figures['seconds']:6.2f} s")
+            print(f"{model:<18} {side:<14} {figures['seconds']:6.2f} s")
     common.record(args, runs, medians=found)
 
 

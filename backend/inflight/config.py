@@ -242,8 +242,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             can be the cause of more than this many deaths, with no token between them. 0: all running ones fail.
         engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs; a large step
             has ten times the usual time. Otherwise it is killed and replaced, and its requests continue.
-        spare_engine: keep a spare process that has done its imports. Each engine process is a fork of it, so the next
-            engine is ready sooner. It takes no CPU time while it waits, and shares its memory with the engine.
+        spare_engine: keep a spare process that has done its imports, and on a CPU has kept weights mapped. Each engine
+            process is a fork of it, so the next engine is ready sooner. It takes no CPU time while it waits, and shares
+            its memory with the engine.
         engine_start_timeout: seconds that the engine process can take to load the checkpoint.
         shared_step_rows: while other requests run, most sequences of one request in a step, unless all narrower
             requests together have more than half as many; its sequences take turns. Fewer, if measured steps with so

@@ -4,6 +4,9 @@ Imports take seconds, a fork milliseconds, and parent and forks share the memory
 (`frontend/engine_client/fork_server_process.py`) sends one message per engine process, with the descriptors of
 `ForkRequest`.  No torch here.
 
+It says with a byte that it has done the imports (`READY`), and later, once, if a process that is made now could do more
+for its forks (`OUTDATED`).  When the owner closes the connection, it ends, but not before its forks have: it knows how.
+
 A fork has only the thread that called it, and no usable connection to a device that its parent had opened.  So the
 parent must have neither other threads nor an open device; if it has, the fork becomes a new program that does the
 imports itself.  `multiprocessing.forkserver` is not used because it has one server per process with one environment,
@@ -26,9 +29,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["ForkRequest", "serve_forks"]
+__all__ = ["OUTDATED", "READY", "ForkRequest", "serve_forks"]
+
+READY, OUTDATED = b"r", b"o"
 
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
+_ASK_SECONDS = 1.0, 10.0  # between two questions whether it is outdated: at first, and at last
 _THREADS_END_SECONDS = 1.0  # a thread that has been joined is in the process's list for a moment longer
 
 
@@ -49,32 +55,43 @@ class ForkRequest(NamedTuple):
     report: int
 
 
-def serve_forks(control: socket.socket, prepare: Callable[[], object]) -> tuple[int, int] | None:
-    """Run `prepare`, tell the owner with a byte that it is done, and fork for each request.
+def serve_forks(
+    control: socket.socket, prepare: Callable[[], object], is_outdated: Callable[[], bool] = lambda: False
+) -> tuple[int, int] | None:
+    """Run `prepare`, tell the owner that it is done, and fork for each request.
+
+    Args:
+        is_outdated: asked ever more rarely, until it answers yes: whether to do `prepare` now would be worth it.
 
     Returns:
         In each fork, the descriptors of its pipe and its heartbeat; in the fork server None, once the owner has closed
-        `control`.
+        `control` and all forks have ended.
     """
     prepare()
     obstacle = _obstacle()
     if obstacle is not None:
         print(f"engine processes do their imports themselves: {obstacle}", file=sys.stderr, flush=True)
     gc.freeze()  # without a collection: each fork would copy the pages that it frees, when it writes there
-    with contextlib.suppress(OSError):
-        control.sendall(b"r")
+    _tell(control, READY)
+    asks, pause = True, _ASK_SECONDS[0]
     with selectors.DefaultSelector() as selector:
         selector.register(control, selectors.EVENT_READ)
         children: dict[int, tuple[int, int]] = {}  # pidfd -> process id, report
-        while True:
-            for key, _ in selector.select():
+        while selector.get_map():
+            events = selector.select(pause if asks else None)
+            if not events:
+                pause = min(2 * pause, _ASK_SECONDS[1])
+                asks = not (is_outdated() and _tell(control, OUTDATED))
+            for key, _ in events:
                 if key.fileobj is not control:
                     selector.unregister(key.fd)
                     _report_end(key.fd, *children.pop(key.fd))
                     continue
                 request = _receive(control)
                 if request is None:
-                    return None
+                    asks = False
+                    selector.unregister(control)
+                    continue
                 pidfd = _fork(request, children)
                 if pidfd is None:
                     control.close()
@@ -82,6 +99,13 @@ def serve_forks(control: socket.socket, prepare: Callable[[], object]) -> tuple[
                     return request.pipe, request.heartbeat
                 if pidfd >= 0:
                     selector.register(pidfd, selectors.EVENT_READ)
+    return None
+
+
+def _tell(control: socket.socket, what: bytes) -> bool:
+    with contextlib.suppress(OSError):  # the owner is gone
+        control.sendall(what)
+    return True
 
 
 def _receive(control: socket.socket) -> ForkRequest | None:

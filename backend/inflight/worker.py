@@ -49,9 +49,11 @@ from inflight.engine.messages import (
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.load_phases import enter_phase, print_phases
+from inflight.loading.saved.prefetch import prefetch
 from inflight.runner.cpu_threads import available_cpus
 
 __all__ = ["Engine", "main", "serve", "settle_garbage_collector"]
@@ -84,7 +86,9 @@ _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
 def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
     """Load the checkpoint; if it cannot be served, tell the owner and return None."""
     print_phases(config.model)
-    enter_phase("importing torch")
+    if "torch" not in sys.modules:  # not a fork
+        enter_phase("importing torch")
+        prefetch(config)
     from inflight.engine.assembly import make_core
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed
@@ -205,12 +209,31 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
     from inflight.runner.warm_up import warm_up
 
+    kept = False
+
     def prepare() -> None:
-        warm_up(config, idle)
+        nonlocal kept
+        kept = warm_up(config, idle, _run_a_token)
         import inflight.engine.assembly  # noqa: F401
 
+    def is_outdated() -> bool:
+        from inflight.loading.startup import is_kept
+
+        return not kept and is_kept(config)
+
     _name("inflight-spare")
-    return serve_forks(control, prepare)
+    return serve_forks(control, prepare, is_outdated)
+
+
+def _run_a_token(config: EngineConfig) -> None:
+    """Do in the spare process the work of a first step, which its forks need not repeat."""
+    from inflight.engine.assembly import make_core
+    from inflight.runner.pipeline import make_runner
+
+    core = make_core(config, make_runner(config), listeners=[])
+    core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
+    while core.has_work:
+        core.step()
 
 
 def _name(name: str) -> None:

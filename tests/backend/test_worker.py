@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 import typing
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 
-import msgspec
 import psutil
 import pytest
 from checkpoints import greedy_reference, make_checkpoint
@@ -18,6 +12,7 @@ from drafters import add_gate
 from engine_rig import Info, make_core
 from nightly import nightly_but
 from processes_of import pipes_and_sockets
+from worker_rig import COMMAND, ENV, Worker
 
 from inflight.config import EngineConfig
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
@@ -46,44 +41,6 @@ from inflight.worker import _HANDLERS, Engine, _add, _answer, serve
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
 
-COMMAND = [sys.executable, "-m", "inflight.worker"]
-ENV = {"OMP_NUM_THREADS": "1"}
-
-
-class Worker:
-    """A running engine process and our end of its pipe.
-
-    Args:
-        fork_server: forks into it; None: it is a program of its own.
-    """
-
-    def __init__(self, fork_server=None, **options):
-        ours, theirs = socket.socketpair()
-        config = EngineConfig.from_dict({"device": "cpu", "kv_cache_memory": "16MiB", **options})
-        if fork_server is None:
-            options = ["--fd", str(theirs.fileno())]
-            self.process = subprocess.Popen([*COMMAND, *options], pass_fds=[theirs.fileno()], env={**os.environ, **ENV})
-        else:
-            page = Heartbeat.create(config.max_num_seqs)
-            self.process = fork_server.fork(theirs.fileno(), page, timeout=100)
-            os.close(page)
-        theirs.close()
-        self.pipe = Connection(ours.detach())
-        self.pipe.send_bytes(msgspec.msgpack.encode(config))
-
-    def send(self, message):
-        self.pipe.send_bytes(encode(message))
-
-    def receive(self, timeout=60.0):
-        assert self.pipe.poll(timeout), "the engine sent nothing"
-        return decode_to_frontend(self.pipe.recv_bytes())
-
-    def close(self):
-        self.pipe.close()
-        self.process.kill()
-        self.process.wait()
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     return make_checkpoint("llama", tmp_path_factory.mktemp("process"))
@@ -91,7 +48,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fork_server(checkpoint):
-    server = ForkServerProcess(EngineConfig(model=checkpoint, device="cpu"), COMMAND, ENV, idle=False)
+    server = ForkServerProcess(encode(EngineConfig(model=checkpoint, device="cpu")), COMMAND, ENV, idle=False)
     yield server
     server.stop()
 

@@ -24,7 +24,7 @@ from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
 
 STREAMS = 12
-DAEMON = b"shared_engine_daemon.py"  # in the command line of the process that owns a shared engine
+DAEMON = b"shared_engine_daemon"  # in the command line of the process that owns a shared engine
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,8 @@ by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each ques
     {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
 
 With `--fork-server`, `$FAKE_ENGINE_THREADS` is the number of threads that it has when it is asked to fork, and with
-`$FAKE_ENGINE_NO_PIDFD` the system gives it no pidfd.
+`$FAKE_ENGINE_NO_PIDFD` the system gives it no pidfd.  With `$FAKE_ENGINE_OUTDATED` it says that it is outdated, unless
+it was started with `--idle`.
 
 Imports nothing of the engine but its messages, its heartbeat and the fork server.
 """
@@ -264,6 +265,11 @@ def prepare(connection: Connection) -> None:
         os.pidfd_open = forbidden
 
 
+def is_outdated(argv: list[str]) -> bool:
+    """As a spare process that was made before weights were kept; its successor is not."""
+    return "FAKE_ENGINE_OUTDATED" in os.environ and "--idle" not in argv
+
+
 def forbidden(pid: int, flags: int = 0) -> int:
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
@@ -280,7 +286,7 @@ def main() -> int:
     fd, heartbeat_fd = args.fd, args.heartbeat_fd
     if args.fork_server:
         with socket.socket(fileno=os.dup(fd)) as forks:
-            forked = serve_forks(forks, lambda: prepare(Connection(fd)))
+            forked = serve_forks(forks, lambda: prepare(Connection(fd)), lambda: is_outdated(sys.argv))
         if forked is None:
             return 0
         fd, heartbeat_fd = forked

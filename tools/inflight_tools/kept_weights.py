@@ -14,6 +14,7 @@ import typer
 
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
+from inflight.loading.saved.mapped_file import Damaged, MappedFile, read_header
 from inflight_tools.terminal import fail
 
 __all__ = ["weights"]
@@ -32,7 +33,7 @@ def weights(
 ) -> None:
     """List, verify or drop the weights that engines of this user have kept for their next start.
 
-    The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has read a dropped file goes on.
+    The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has mapped a dropped file goes on.
 
     Examples: `inflight weights`, `inflight weights verify`, `inflight weights drop 9d6241`.
     """
@@ -67,15 +68,12 @@ def _dropped(cache: CacheFolder, name: str) -> str:
 
 def _line(cache: CacheFolder, name: str, verify: bool) -> str | None:
     """About a file; None if it has gone."""
-    from inflight.loading.saved.weights_file import Damaged, read_header, read_tensors  # torch
-
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOATIME
     try:
         with open(cache.path / name, "rb", opener=lambda path, _: os.open(path, flags)) as file:  # not a use of it
             found = os.fstat(file.fileno())
-            header = read_header(file.fileno(), name.removesuffix(".iw"))
-            if verify:
-                read_tensors(file.fileno(), header.layout)
+            key = name.removesuffix(".iw")
+            header = MappedFile(file.fileno(), key).header if verify else read_header(file.fileno(), key)
     except FileNotFoundError:
         return None
     except Damaged as error:
@@ -83,7 +81,7 @@ def _line(cache: CacheFolder, name: str, verify: bool) -> str | None:
     except OSError as error:  # a link, a folder, a pipe, or a disk that fails
         return f"damaged  {name}: {error.strerror}"
     content = header.content
-    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.st_mtime))
+    used = time.strftime("%Y-%m-%d %H:%M", time.localtime(found.st_atime))
     size = f"{header.layout.size / 2**20:.0f} MiB"
     state = "whole  " if verify else "       "
     return f"{state}  {name}  {size:>9}  used {used}  {content['dtype']}  {content['model']}"

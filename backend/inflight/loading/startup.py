@@ -1,18 +1,23 @@
 """`load_or_reuse`: a loaded model, from what an earlier load has kept, or from the checkpoint.
 
 Only a load that has passed its check at load is kept, by the content of its checkpoint, its options, and this program
-(`saved/identity.py`).  Every byte that is read is verified, and a few tokens must have the logits of that load to the
-last bit; else the checkpoint is loaded and checked in full, and that load is kept.  Only this imports transformers.
+(`saved/identity.py`).  The file is mapped, not read: the engines of a machine share one copy.  Every byte is verified,
+and a few tokens must have the logits of that load to the last bit; else the checkpoint is loaded and checked in full,
+and that load is kept.  Only this imports transformers.
+
+A spare process does that once, ahead of time (`heat`): its forks have the file mapped and verified.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
 import time
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -26,14 +31,17 @@ from inflight.loading.loaded_model import LoadedModel, device_of
 from inflight.loading.saved import weights_file
 from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
 from inflight.loading.saved.identity import checkpoint_key, program_key
+from inflight.loading.saved.mapped_file import Damaged, MappedFile
+from inflight.loading.saved.prefetch import prefetched
 from inflight.loading.saved.saved_model import content_of, model_of
-from inflight.loading.saved.weights_file import Damaged
 
-__all__ = ["REUSED", "is_kept", "load_or_reuse", "wait_until_kept"]
+__all__ = ["REUSED", "heat", "is_kept", "load_or_reuse", "wait_until_kept"]
 
 REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
 _writers: list[threading.Thread] = []
+_hot: dict[str, MappedFile] = {}  # by key: mapped, and with the right logits, in this process or in its parent
+_program_key = functools.cache(program_key)  # of the program that runs, not of one that is installed meanwhile
 
 
 def load_or_reuse(config: EngineConfig) -> LoadedModel:
@@ -75,6 +83,30 @@ def is_kept(config: EngineConfig) -> bool:
     return any(name.startswith(key) for name in names)
 
 
+def heat(config: EngineConfig) -> bool:
+    """Map the weights that are kept of this checkpoint, verify and try them, for forks of this process.
+
+    Leaves no thread, and no memory but the shared pages: it computes on one thread, which changes no bit.
+
+    Returns:
+        Whether forks need nothing but their KV pool.
+    """
+    draft = config.speculative_config is not None and config.speculative_config.model is not None
+    if draft or config.device not in ("cpu", "auto") or (config.device == "auto" and torch.backends.cuda.is_built()):
+        return False  # a draft model's configuration is read by transformers; and a fork must find no open device
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        cache, key = _place(config)
+        # The KV pool that is made for this is never written as a whole: that would be a second one beside an engine's.
+        _reuse(cache, key, msgspec.structs.replace(config, itl_target_ms=None), time.perf_counter(), hold=True)
+    except CannotKeep:
+        return False
+    finally:
+        torch.set_num_threads(threads)
+    return key in _hot
+
+
 def wait_until_kept(seconds: float | None = None) -> None:
     """Returns when all files are written, or cannot be; or when one took longer than `seconds`."""
     while _writers:
@@ -90,34 +122,55 @@ def _place(config: EngineConfig) -> tuple[CacheFolder, str]:
         raise CannotKeep("the device is no CPU")
     if (missing := unavailable()) is not None:
         raise CannotKeep(missing)
-    program = program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
+    program = _program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
     return cache, f"{checkpoint_key(config, cache)}-{program}"
 
 
-def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float) -> LoadedModel | None:
-    """The model that is kept by this key, if one is, and can be believed."""
+def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float, hold: bool = False) -> LoadedModel | None:
+    """The model that is kept by this key, if one is, and can be believed.
+
+    Args:
+        hold: the file for forks of this process.
+    """
     name = f"{key}.iw"
     try:
-        descriptor = cache.open(name)
-        if descriptor is None:
+        file = _mapped(cache, name, key)
+        if file is None:
             checkpoint = key.partition("-")[0]
             if any(path.name.startswith(checkpoint) for path in cache.files()):
                 _log.warning("the weights kept of this checkpoint are of another version or CPU; loading it in full")
             return None
-        enter_phase(REUSED)
-        try:
-            header = weights_file.read_header(descriptor, key)
-            _expect_room(header.layout.size)
-            tensors = weights_file.read_tensors(descriptor, header.layout)
-        finally:
-            os.close(descriptor)
-        return model_of(header.content, tensors, config, start)
+        is_hot = _hot.get(key) is file
+        if is_hot:
+            file.map_pages()
+        loaded = model_of(file, config, start, compare=not is_hot)
+        if hold:
+            _hot[key] = file
+        return loaded
     except Damaged as why:
+        _hot.pop(key, None)
         cache.drop(name)
         _log.warning("the kept weights %s are refused: %s; loading the checkpoint in full", cache.path / name, why)
     except (OSError, CannotKeep) as why:
         _log.warning("the kept weights are not read: %s; loading the checkpoint in full", why)
     return None
+
+
+def _mapped(cache: CacheFolder, name: str, key: str) -> MappedFile | None:
+    """The file, mapped and verified, perhaps by the process that this is a fork of; None if there is none."""
+    hot = _hot.get(key)
+    descriptor = cache.open(name)
+    if descriptor is None:  # dropped, but a mapping remains
+        return hot if hot is not None and hot.is_unchanged else None
+    enter_phase(REUSED)
+    try:
+        for file in (hot, prefetched(key)):
+            if file is not None and file.is_of(descriptor):
+                return file
+        _expect_room(os.fstat(descriptor).st_size)
+        return MappedFile(descriptor, key)
+    finally:
+        os.close(descriptor)
 
 
 def _expect_room(size: int) -> None:

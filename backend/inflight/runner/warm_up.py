@@ -1,44 +1,68 @@
-"""Work for a checkpoint that needs no weights."""
+"""Work for a checkpoint that its engine processes share: imports, and weights that are kept."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from collections.abc import Callable
+
+import msgspec
 
 from inflight.config import EngineConfig
+from inflight.loading.saved.prefetch import prefetch
 
 __all__ = ["warm_up"]
 
 
-def warm_up(config: EngineConfig, idle: bool) -> None:
+def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> bool:
     """Import what `make_runner` needs for this checkpoint; not transformers, if its packed weights are kept.
 
-    Allocates no weights, touches no device and leaves no thread.  Ignores failed imports: loading reports them.
+    Those are mapped and tried.  Allocates no other weights, touches no device and leaves no thread.  Ignores failures:
+    loading reports them.
 
     Args:
         idle: on idle cores only.  In a thread of its own, since a process cannot raise its priority again.
+        run: runs a model that is kept, once, on the threads that its options say.
+
+    Returns:
+        Whether weights are kept.
     """
-    thread = threading.Thread(target=_import, args=(config, idle), name="warm-up")
+    kept: list[bool] = []
+    thread = threading.Thread(target=lambda: kept.append(_warm_up(config, idle, run)), name="warm-up")
     thread.start()
     thread.join()
+    return any(kept)
 
 
-def _import(config: EngineConfig, idle: bool) -> None:
+def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> bool:
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+    prefetch(config)  # a thread inherits the class of the one that starts it
+    from inflight.loading.startup import heat, is_kept
+
+    kept = False
     with contextlib.suppress(Exception):
-        import inflight.runner.pipeline
-        from inflight.loading.startup import is_kept
+        kept = is_kept(config)
+        if heat(config):
+            # Threads of a product would be missing in a fork, which believes that they wait for it.
+            run(
+                msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None)
+            )
+        if kept:
+            return True
+    with contextlib.suppress(Exception):
+        _import(config)
+    return kept
 
-        if is_kept(config):
-            return
-        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        import inflight.loading.loader  # noqa: F401
-        from inflight.loading.checkpoint.checkpoint_config import read_config
+def _import(config: EngineConfig) -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-        model_config = read_config(config)
-        MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]  # imports the module of its class
-        get_checkpoint_conversion_mapping(model_config.model_type)  # compiles hundreds of patterns
+    import inflight.loading.loader  # noqa: F401
+    from inflight.loading.checkpoint.checkpoint_config import read_config
+
+    model_config = read_config(config)
+    MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]  # imports the module of its class
+    get_checkpoint_conversion_mapping(model_config.model_type)  # compiles hundreds of patterns

@@ -23,7 +23,9 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel
-from inflight.loading.saved import weights_file
+from inflight.loading.saved import mapped_file, weights_file
+from inflight.loading.saved.mapped_file import Damaged, Header, MappedFile, read_header
+from inflight.loading.saved.weights_file import tensors_of
 from inflight.loading.startup import REUSED, load_or_reuse, wait_until_kept
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
@@ -112,10 +114,10 @@ print([name for name in ("transformers", "torch._dynamo", "torch.distributed.ten
     assert done.stdout.strip() == "[]", done.stderr
 
 
-def flipped(at: Callable[[weights_file.Header], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:
+def flipped(at: Callable[[Header], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:
     def flip(path: Path, _: pytest.MonkeyPatch) -> None:
         with path.open("r+b") as file:
-            position = at(weights_file.read_header(file.fileno()))
+            position = at(read_header(file.fileno()))
             file.seek(position)
             byte = file.read(1)[0]
             file.seek(position)
@@ -148,8 +150,8 @@ def linked(path: Path, _: pytest.MonkeyPatch) -> None:
 def renamed(path: Path, _: pytest.MonkeyPatch) -> None:
     """The whole file of another key."""
     with path.open("rb") as file:
-        header = weights_file.read_header(file.fileno())
-        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+        header = read_header(file.fileno())
+        tensors = [tensor.clone() for tensor in tensors_of(MappedFile(file.fileno()))]
     with path.open("wb") as file:
         weights_file.write(file.fileno(), "another", header.content, tensors)
 
@@ -157,8 +159,8 @@ def renamed(path: Path, _: pytest.MonkeyPatch) -> None:
 def of_other_logits(path: Path, _: pytest.MonkeyPatch) -> None:
     """A whole file with a decoder that computes something else, as a library's other `cos` would."""
     with path.open("rb") as file:
-        header = weights_file.read_header(file.fileno())
-        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+        header = read_header(file.fileno())
+        tensors = [tensor.clone() for tensor in tensors_of(MappedFile(file.fileno()))]
     header.content["decoder"]["rotary_scaling"] *= 1.0001
     with path.open("wb") as file:
         weights_file.write(file.fileno(), header.key, header.content, tensors)
@@ -167,8 +169,8 @@ def of_other_logits(path: Path, _: pytest.MonkeyPatch) -> None:
 def of_another_version(path: Path, _: pytest.MonkeyPatch) -> None:
     """A whole file with other tables."""
     with path.open("rb") as file:
-        header = weights_file.read_header(file.fileno())
-        tensors = weights_file.read_tensors(file.fileno(), header.layout)
+        header = read_header(file.fileno())
+        tensors = [tensor.clone() for tensor in tensors_of(MappedFile(file.fileno()))]
     header.content["decoder"]["another_factor"] = 2.0
     with path.open("wb") as file:
         weights_file.write(file.fileno(), header.key, header.content, tensors)
@@ -308,7 +310,7 @@ def test_kept_weights_can_be_read_where_nothing_can_be_written(
 ) -> None:
     start(llama)
 
-    def read_only(*_: Any) -> None:
+    def read_only(*_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "utime", read_only)
@@ -348,20 +350,20 @@ def test_a_checkpoint_that_changes_while_it_is_loaded_is_not_kept(
 def test_tensors_of_several_blocks_come_back_and_a_changed_bit_in_any_block_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights_file, "_BLOCK", 4096)
-    monkeypatch.setattr(weights_file, "_CHUNK", 1000)
+    monkeypatch.setattr(weights_file, "BLOCK", 4096)
+    monkeypatch.setattr(mapped_file, "BLOCK", 4096)
     tensors = [torch.arange(3000), torch.ones(7, 5, dtype=torch.bfloat16), torch.empty(0), torch.arange(9000)]
     with (tmp_path / "a.iw").open("w+b") as file:
         weights_file.write(file.fileno(), "a", {}, tensors)
-        layout = weights_file.read_header(file.fileno(), "a").layout
+        layout = read_header(file.fileno(), "a").layout
         assert len(layout.sums) == -(-layout.size // 4096) > 20
-        found = weights_file.read_tensors(file.fileno(), layout)
+        found = tensors_of(MappedFile(file.fileno(), "a"))
         assert all(map(torch.equal, found, tensors))
         assert [each.dtype for each in found] == [each.dtype for each in tensors]
         for block in range(len(layout.sums)):
             at = layout.start + min(block * 4096 + 77, layout.size - 1)
             byte = os.pread(file.fileno(), 1, at)
             os.pwrite(file.fileno(), bytes([byte[0] ^ 1]), at)
-            with pytest.raises(weights_file.Damaged, match="weights are changed"):
-                weights_file.read_tensors(file.fileno(), layout)
+            with pytest.raises(Damaged, match="weights are changed"):
+                MappedFile(file.fileno(), "a")
             os.pwrite(file.fileno(), byte, at)

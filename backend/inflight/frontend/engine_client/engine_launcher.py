@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 
 from inflight.config import EngineConfig
+from inflight.engine.messages import encode
 from inflight.frontend.engine_client.engine_handle import EngineHandle
 from inflight.frontend.engine_client.engine_process import EngineProcess, EngineStartError, not_ready
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
@@ -38,8 +39,10 @@ class EngineLauncher:
         self._command = command
         self._env = env
         self._launch = launch
-        self._lock = threading.Lock()  # guards the two below
+        self._lock = threading.Lock()  # guards all below
         self._fork_server: ForkServerProcess | None = None
+        self._successor: ForkServerProcess | None = None  # of one that is outdated
+        self._retired: list[ForkServerProcess] = []
         self._closed = False
 
     def launch(self) -> EngineHandle:
@@ -53,24 +56,38 @@ class EngineLauncher:
         return EngineProcess(self._config, self._fork if self._config.spare_engine else self._execute)
 
     def keep_fork_server(self) -> str | None:
-        """Replace a fork server that has died, and say how it ended; None if there is nothing to do.
+        """Replace a fork server that has died, and say how it ended; else None.  Replace an outdated one, too.
 
         The next one does its imports on idle cores.  One that died during its imports is not replaced: `launch` will
         try again.
         """
         with self._lock, contextlib.suppress(OSError):  # `launch` will raise it, if a process is needed
-            dead = self._fork_server
-            if dead is not None and dead.has_ended and dead.is_ready and not self._closed:
+            current = self._fork_server
+            if current is None or self._closed or not current.is_ready:
+                return None
+            if current.has_ended:
                 self._start_fork_server(idle=True)
-                return dead.exit_text()
+                return current.exit_text()
+            self._renew(current)
         return None
+
+    def _renew(self, current: ForkServerProcess) -> None:
+        """Have a successor made of an outdated one, once; it takes over when it is ready."""
+        self._retired = [retired for retired in self._retired if not retired.has_ended]
+        if self._successor is not None and self._successor.is_ready and not self._successor.has_ended:
+            current.retire()
+            self._retired.append(current)
+            self._fork_server, self._successor = self._successor, None
+        elif self._successor is None and current.is_outdated:
+            self._successor = self._new_fork_server(idle=True)
 
     def close(self) -> None:
         """End the fork server; there will be no other.  A `launch` that waits for it fails."""
         with self._lock:
             self._closed = True
-            if self._fork_server is not None:
-                self._fork_server.stop()
+            for fork_server in (self._fork_server, self._successor, *self._retired):
+                if fork_server is not None:
+                    fork_server.stop()
 
     def _execute(self, pipe: int, heartbeat: int) -> OsProcess:
         options = ["--fd", str(pipe), "--heartbeat-fd", str(heartbeat)]
@@ -109,8 +126,11 @@ class EngineLauncher:
     def _start_fork_server(self, idle: bool) -> ForkServerProcess:
         if self._fork_server is not None:
             self._fork_server.stop()
-        self._fork_server = ForkServerProcess(self._config, self._command, self._env, idle)
+        self._fork_server = self._new_fork_server(idle)
         return self._fork_server
+
+    def _new_fork_server(self, idle: bool) -> ForkServerProcess:
+        return ForkServerProcess(encode(self._config), self._command, self._env, idle)
 
 
 def _cannot_start(error: Exception) -> EngineStartError:

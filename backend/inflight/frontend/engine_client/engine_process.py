@@ -64,9 +64,13 @@ def not_ready(seconds: float) -> EngineStartError:
     )
 
 
-def module_command(module: str, python: str | None = None) -> list[str]:
-    """Command line that runs a module of this package, whatever the name of its folder."""
-    return [python or interpreter(), "-c", _RUN_WORKER, module, str(_PACKAGE)]
+def module_command(module: str, python: str | None = None, isolated: bool = False) -> list[str]:
+    """Command line that runs a module of this package, whatever the name of its folder.
+
+    Args:
+        isolated: with nothing but the standard library and this package.
+    """
+    return [python or interpreter(), *["-I", "-S"] * isolated, "-c", _RUN_WORKER, module, str(_PACKAGE)]
 
 
 def engine_command(config: EngineConfig) -> list[str]:

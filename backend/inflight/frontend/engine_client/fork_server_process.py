@@ -1,4 +1,7 @@
-"""The parent's handle of a fork server, which starts engine processes in milliseconds (`inflight/fork_server.py`)."""
+"""The parent's handle of a fork server, which starts engine processes in milliseconds (`inflight/fork_server.py`).
+
+Only the standard library: the daemon of a shared engine uses it, too.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +12,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 
-from inflight.config import EngineConfig
-from inflight.engine.messages import encode
 from inflight.frontend.engine_client.os_process import ForkedProcess, exit_words, start_tied
 
 __all__ = ["ForkFailed", "ForkServerProcess"]
 
+_OUTDATED = b"o"  # of inflight/fork_server.py
 _FORK_SECONDS = 10.0  # for a fork, once the imports are done
 _EXIT_SECONDS = 5.0
 
@@ -29,20 +31,22 @@ class ForkServerProcess:
     It forks in one thread at a time.
 
     Args:
+        config: the engine's first frame.
         command: of the engine process, as `engine_command` returns it.
         env: environment variables added to this process's.
         idle: do the imports on idle cores only.
 
     Attributes:
         idle: as given.
+        is_outdated: whether another one, made now, could do more for its forks; as of the last `is_ready`.
 
     Raises:
         OSError: the program cannot be run.
     """
 
-    def __init__(self, config: EngineConfig, command: Sequence[str], env: Mapping[str, str], idle: bool) -> None:
+    def __init__(self, config: bytes, command: Sequence[str], env: Mapping[str, str], idle: bool) -> None:
         self.idle = idle
-        self._is_ready = False
+        self._is_ready = self.is_outdated = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             options = ["--fork-server", "--fd", str(theirs.fileno()), *["--idle"] * idle]
@@ -52,7 +56,7 @@ class ForkServerProcess:
                 self._socket.close()
                 raise
         with contextlib.suppress(OSError), Connection(os.dup(self._socket.fileno())) as connection:
-            connection.send_bytes(encode(config))  # if it died at once, `fork` reports how
+            connection.send_bytes(config)  # if it died at once, `fork` reports how
 
     @property
     def pid(self) -> int:
@@ -69,10 +73,10 @@ class ForkServerProcess:
     @property
     def is_ready(self) -> bool:
         """Whether it has done the imports."""
-        if not self._is_ready:
-            with contextlib.suppress(OSError):
-                if self._socket.recv(1, socket.MSG_DONTWAIT):
-                    self._is_ready = True
+        with contextlib.suppress(OSError):
+            if said := self._socket.recv(16, socket.MSG_DONTWAIT):
+                self._is_ready = True
+                self.is_outdated = self.is_outdated or _OUTDATED in said
         return self._is_ready
 
     def fork(self, pipe: int, heartbeat: int, timeout: float) -> ForkedProcess:
@@ -117,6 +121,10 @@ class ForkServerProcess:
             self._popen.wait(_EXIT_SECONDS)
         self.stop()
         return f"its fork server ended ({self.exit_text()})"
+
+    def retire(self) -> None:
+        """Fork no more; it ends when its forks have, and reports how."""
+        self._socket.close()
 
     def stop(self) -> None:
         """End it; its forks live on.  Safe to repeat."""

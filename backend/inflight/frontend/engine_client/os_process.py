@@ -110,6 +110,11 @@ class ForkedProcess:
                 self._report.close()
             return self._status
 
+    def watch(self) -> int:
+        """A new descriptor that is readable once it has ended."""
+        with self._lock:
+            return os.dup(self._pidfd)
+
     def wait(self, timeout: float | None = None) -> int:
         """Its exit status.  Raises `subprocess.TimeoutExpired` after `timeout` seconds."""
         deadline = None if timeout is None else time.monotonic() + timeout

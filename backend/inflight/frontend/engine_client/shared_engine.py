@@ -35,7 +35,7 @@ from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, decode_to_frontend, encode
 from inflight.frontend.engine_client import shared_engine_daemon as daemon
 from inflight.frontend.engine_client.device_placement import num_sharing
-from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command
+from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command, module_command
 from inflight.frontend.engine_client.os_process import TIED_TO_PARENT, exit_words, interpreter
 
 __all__ = ["EngineGroup", "SharedEngine", "find_group", "group_name"]
@@ -280,12 +280,13 @@ class EngineGroup:
                 "config": base64.b64encode(encode(self._config)).decode(),
                 "heartbeat_bytes": Heartbeat.size(self._config.max_num_seqs),
                 "turn_seconds": self._turn_seconds,
+                "has_spare": self._config.spare_engine,
             }
             with theirs:
                 options = ["--listen", str(listener.fileno()), "--member", str(theirs.fileno())]
                 try:
                     self._process = subprocess.Popen(
-                        [interpreter(), "-I", "-S", daemon.__file__, *options],
+                        [*module_command(daemon.__name__, isolated=True), *options],
                         pass_fds=[listener.fileno(), theirs.fileno()],
                         stdin=subprocess.PIPE,
                         env={**os.environ, **self._env},

@@ -5,6 +5,7 @@
 
 The first stub starts the daemon, which depends on none of them.  It ends the engine process, and then itself, when the
 last stub has left or died.  The death of a stub affects no other, and all are told how an engine process ended.
+Once an engine process is loaded, a spare process is prepared on idle cores, and the next engine process is its fork.
 
 Packets are JSON on Unix sockets (SOCK_SEQPACKET); `frontend/engine_client/shared_engine.py` is the other side.
 """
@@ -26,10 +27,14 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
+from inflight.frontend.engine_client.os_process import ForkedProcess, OsProcess
+
 __all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
 
 MAX_PACKET = 150_000
 _EXIT_SECONDS = 5.0  # for the engine process to exit after its pipe was closed
+_SPARE_SECONDS = 1.0  # between two looks at the spare process
 _START_SECONDS = 30.0  # for the first stub to join
 _SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
@@ -75,7 +80,7 @@ class _Engine:
     """
 
     number: int
-    process: subprocess.Popen[bytes]
+    process: OsProcess
     pipe: socket.socket
     heartbeat: int
     loading: bool = True
@@ -116,6 +121,7 @@ class SharedEngineDaemon:
         config: the engine's first frame.
         heartbeat_bytes: size of its shared memory (`engine/heartbeat.py`).
         turn_seconds: seconds that a stub has after a death to try its requests again, alone.
+        has_spare: whether there is a spare process.
     """
 
     def __init__(
@@ -127,6 +133,7 @@ class SharedEngineDaemon:
         config: bytes,
         heartbeat_bytes: int,
         turn_seconds: float,
+        has_spare: bool,
     ) -> None:
         self._listener = listener
         self._command, self._wrapper, self._config = command, wrapper, config
@@ -137,6 +144,8 @@ class SharedEngineDaemon:
         self._leaving: list[_Member] = []  # members that wait for the end of the engine process
         self._engine: _Engine | None = None
         self._num_engines = 0
+        self._has_spare = has_spare
+        self._spares: list[ForkServerProcess] = []  # the last one forks; those before it report how their forks end
         # After a death the members take turns to try their requests again; the first of these has the turn.
         self._unsettled: list[_Member] = []
         self._turn_seconds = turn_seconds
@@ -157,8 +166,13 @@ class SharedEngineDaemon:
         while self._members or self._engine is not None:
             if not self._members:
                 self._end_engine()
-            for key, _ in self._selector.select(self._timeout()):
+            timeout = self._timeout()
+            if self._keeps_spare():
+                timeout = _SPARE_SECONDS if timeout is None else min(timeout, _SPARE_SECONDS)
+            for key, _ in self._selector.select(timeout):
                 key.data()
+        for spare in self._spares:
+            spare.stop()
 
     def _timeout(self) -> float | None:
         joined = any(member.number is not None for member in self._members)
@@ -286,7 +300,9 @@ class SharedEngineDaemon:
             options = ["--shared", "--fd", str(theirs.fileno()), "--heartbeat-fd", str(heartbeat)]
             command = [*self._wrapper, str(os.getpid()), *self._command, *options]
             try:
-                process = subprocess.Popen(command, pass_fds=[theirs.fileno(), heartbeat], stdin=subprocess.DEVNULL)
+                process: OsProcess | None = self._fork(theirs.fileno(), heartbeat)
+                if process is None:
+                    process = subprocess.Popen(command, pass_fds=[theirs.fileno(), heartbeat], stdin=subprocess.DEVNULL)
             except OSError:
                 ours.close()
                 os.close(heartbeat)
@@ -296,6 +312,41 @@ class SharedEngineDaemon:
         self._selector.register(ours, selectors.EVENT_READ, self._listen)
         with contextlib.suppress(OSError):  # it died at once: `_reap` reports how
             ours.sendall(struct.pack("!i", len(self._config)) + self._config)
+
+    def _fork(self, pipe: int, heartbeat: int) -> ForkedProcess | None:
+        """A fork of the spare process; None if there is none that can."""
+        spare = self._spares[-1] if self._spares else None
+        if spare is None or spare.has_ended or not spare.is_ready:
+            return None
+        try:
+            process = spare.fork(pipe, heartbeat, _EXIT_SECONDS)
+        except (OSError, ForkFailed):
+            return None
+        ended = process.watch()  # it is no child of this process
+        self._selector.register(ended, selectors.EVENT_READ, lambda: self._forked_ended(ended))
+        return process
+
+    def _forked_ended(self, ended: int) -> None:
+        self._selector.unregister(ended)
+        os.close(ended)
+        self._reap()
+
+    def _keeps_spare(self) -> bool:
+        """Have a spare process beside a loaded engine, and a new one for one that has died or is outdated.
+
+        One that died during its imports is not replaced.
+        """
+        if not self._has_spare or self._engine is None or self._engine.loading:
+            return False
+        spare = self._spares[-1] if self._spares else None
+        if spare is None or (spare.is_ready and (spare.has_ended or spare.is_outdated)):
+            if spare is not None:
+                spare.retire()
+            self._spares = [spare for spare in self._spares if not spare.has_ended]
+            with contextlib.suppress(OSError):
+                command = [*self._command, "--shared"]
+                self._spares.append(ForkServerProcess(self._config, command, {}, idle=True))
+        return True
 
     def _listen(self) -> None:
         engine = self._engine
@@ -329,7 +380,7 @@ class SharedEngineDaemon:
         packet = {
             "op": "ended",
             "engine": engine.number,
-            "status": engine.process.returncode,
+            "status": engine.process.poll(),
             "words": words,
             "killed": engine.killed,
         }
@@ -381,6 +432,7 @@ def main() -> int:
         base64.b64decode(orders["config"]),
         orders["heartbeat_bytes"],
         orders["turn_seconds"],
+        orders["has_spare"],
     )
     daemon.run()
     return 0

@@ -65,7 +65,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
 }
 
 
-_forked = False
+_forked = _had_threads = False
 
 
 @functools.cache
@@ -91,14 +91,19 @@ def load() -> ctypes.CDLL | str:
     for name, (arguments, result) in _SIGNATURES.items():
         function = getattr(found, name)
         function.argtypes, function.restype = arguments, result
-    os.register_at_fork(after_in_child=_note_fork)
+    os.register_at_fork(before=_count_threads, after_in_child=_note_fork)
     return found
+
+
+def _count_threads() -> None:
+    global _had_threads
+    _had_threads = len(os.listdir("/proc/self/task")) > 1
 
 
 def _note_fork() -> None:
     """In the child.  With one thread nothing waits for another."""
     global _forked
-    _forked = torch.get_num_threads() > 1
+    _forked = _forked or (_had_threads and torch.get_num_threads() > 1)
 
 
 def _open() -> ctypes.CDLL | str:

@@ -12,6 +12,7 @@ import contextlib
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,11 +64,13 @@ class CacheFolder:
         found = []
         for path in self.path.glob("*.iw"):
             with contextlib.suppress(OSError):  # another process has dropped it
-                found.append((path.lstat().st_mtime_ns, path))
+                found.append((path.lstat().st_atime_ns, path))
         return [path for _, path in sorted(found)]
 
     def open(self, name: str) -> int | None:
         """A descriptor to read the file from, which is now the one used last; None if there is no such file.
+
+        The time of access says when it was used.  That of modification stays: processes that map the file compare it.
 
         Raises:
             CannotKeep: someone else can have written it.
@@ -84,7 +87,7 @@ class CacheFolder:
             os.close(descriptor)
             raise
         with contextlib.suppress(OSError):  # a file system that is only readable
-            os.utime(descriptor)
+            os.utime(descriptor, ns=(time.time_ns(), os.fstat(descriptor).st_mtime_ns))
         return descriptor
 
     def write(self, name: str, size: int, fill: Callable[[int], None]) -> bool:
@@ -115,7 +118,7 @@ class CacheFolder:
         return True
 
     def drop(self, name: str) -> None:
-        """Remove it; an engine that is reading it goes on."""
+        """Remove it; an engine that has mapped it goes on."""
         with contextlib.suppress(OSError):
             (self.path / name).unlink(missing_ok=True)
 

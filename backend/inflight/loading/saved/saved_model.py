@@ -24,7 +24,8 @@ from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import CheckpointInfo, LoadedModel
 from inflight.loading.memory_plan import plan_on_cpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.saved.weights_file import Damaged
+from inflight.loading.saved.mapped_file import Damaged, MappedFile
+from inflight.loading.saved.weights_file import tensors_of
 
 __all__ = ["content_of", "model_of"]
 
@@ -88,8 +89,11 @@ def content_of(loaded: LoadedModel) -> tuple[dict[str, Any], list[Tensor]]:
     return msgspec.to_builtins(content, builtin_types=(bytes,)), tensors
 
 
-def model_of(values: dict[str, Any], tensors: list[Tensor], config: EngineConfig, start: float) -> LoadedModel:
-    """A loaded model, as `loader.load` returns it, whose logits have been compared with those of the load.
+def model_of(file: MappedFile, config: EngineConfig, start: float, compare: bool) -> LoadedModel:
+    """A loaded model, as `loader.load` returns it.
+
+    Args:
+        compare: its logits with those of the load, unless that has been done.
 
     Raises:
         Damaged: they differ, or the content is of another version.
@@ -97,7 +101,7 @@ def model_of(values: dict[str, Any], tensors: list[Tensor], config: EngineConfig
         LoadError: the KV pool does not fit.
     """
     try:
-        content = msgspec.convert(values, _Content, builtin_types=(bytes,))
+        content = msgspec.convert(file.header.content, _Content, builtin_types=(bytes,))
         specs = [_spec_of(layer) for layer in content.layers]
         dtype = getattr(torch, content.dtype)
     except (msgspec.ValidationError, TypeError, AttributeError) as error:
@@ -116,19 +120,21 @@ def model_of(values: dict[str, Any], tensors: list[Tensor], config: EngineConfig
     )
     info.grammars = checkpoint_grammars(config, info.vocab_size, info.eos_token_ids)
     loaded = LoadedModel(config, None, backend, layers, info, _CPU, dtype, start)
-    loaded.give_pool(plan_on_cpu(config, layers.bytes_per_block, info.max_model_len, available_memory(_CPU)))
+    free = max(0, available_memory(_CPU) - len(file.data))  # which counts pages of files as available
+    loaded.give_pool(plan_on_cpu(config, layers.bytes_per_block, info.max_model_len, free))
     addresses = [cache.address for cache in layers.caches if isinstance(cache, CpuKVCache)]
     try:
-        tables = decoder_of_parts(content.decoder, tensors, addresses)
+        tables = decoder_of_parts(content.decoder, tensors_of(file), addresses)
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise Damaged(f"its tables are of another version: {error}") from None
     loaded.model = NativeDecoder(tables, [module.inflight for module in modules])  # type: ignore[misc]
     loaded.checked = [Case(*case) for case in content.cases]
     if that_fit(list(loaded.checked), info.num_blocks, config.block_size) != loaded.checked:
         raise CannotKeep("the KV pool is too small to check them")
-    enter_phase("comparing the logits")
-    if _digest(loaded.model, backend, list(loaded.checked), config.block_size) != content.logits:
-        raise Damaged("its logits are not those of the load that made it, to the last bit")
+    if compare:
+        enter_phase("comparing the logits")
+        if _digest(loaded.model, backend, list(loaded.checked), config.block_size) != content.logits:
+            raise Damaged("its logits are not those of the load that made it, to the last bit")
     loaded.finish()
     return loaded
 

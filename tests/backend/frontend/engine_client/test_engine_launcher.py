@@ -104,6 +104,28 @@ def test_an_engine_outlives_its_fork_server_and_another_takes_its_place(rig: Sup
     assert tokens(rig.open(max_tokens=4).wait()) == echo(PROMPT, 4)
 
 
+def test_one_that_is_outdated_has_a_successor_and_still_reports_how_its_engine_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_ENGINE_OUTDATED", "yes")
+    rig = SupervisorRig(tmp_path / "control.json").start()
+    try:
+        rig.supervisor._watchdog.interval = 0.02
+        server, engine = fork_server_pid(rig), engine_pid(rig)
+        client = rig.open(orders="delay=0.002", max_tokens=2000)
+        successor = wait_for(lambda: fork_server_pid(rig) != server and fork_server_pid(rig))
+        assert (rig.supervisor.pid, alive(server)) == (engine, True)
+        kill(engine)
+        assert psutil.Process(engine_pid(rig, engine)).ppid() == successor
+        wait_for(lambda: not alive(server))
+        assert any("died (signal 9, SIGKILL)" in line for line in rig.lines)
+        assert tokens(client.wait()) == echo(PROMPT, 2000)
+        assert fork_server_pid(rig) == successor
+    finally:
+        rig.stop()
+    assert not alive(successor)
+
+
 def test_both_can_die_at_once(rig: SupervisorRig) -> None:
     never_checked(rig)
     server, engine = fork_server_pid(rig), engine_pid(rig)

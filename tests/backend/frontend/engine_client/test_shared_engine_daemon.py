@@ -27,7 +27,7 @@ from inflight.frontend.engine_client.device_placement import num_sharing
 from inflight.frontend.engine_client.engine_process import EngineStartError
 from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine, find_group, group_name
 
-CONFIG = EngineConfig(model="fake")
+CONFIG = EngineConfig(model="fake", spare_engine=False)
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
@@ -60,7 +60,7 @@ class Place:
     def group(self, instance: str, **options: Any) -> EngineGroup:
         env = {"FAKE_ENGINE_CONTROL": str(self.control)}
         command = options.pop("command", FAKE_ENGINE)
-        group = EngineGroup(CONFIG, command, env, self.name, instance, **options)
+        group = EngineGroup(options.pop("config", CONFIG), command, env, self.name, instance, **options)
         self.groups.append(group)
         return group
 
@@ -200,6 +200,43 @@ def test_any_stub_can_kill_a_hanging_engine_and_all_learn_why(place: Place) -> N
     assert answer(again[0]) == echo([7, 8], 5)
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def spares(place: Place) -> list[int]:
+    command = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in place.processes()]
+    return [pid for pid, line in command if b"--fork-server" in line and b"--shared" in line]
+
+
+def test_the_next_engine_of_a_group_is_a_fork_of_its_spare_process(place: Place) -> None:
+    groups = [place.group(f"m_{k}", config=EngineConfig(model="fake")) for k in range(2)]
+    engines = [start(group) for group in groups]
+    (spare,) = wait_for(lambda: spares(place))
+
+    def died() -> list[SharedEngine]:
+        os.kill(engines[0].pid, signal.SIGKILL)
+        for engine in engines:
+            read_to_the_end(engine)
+            assert engine.exit_text() == "signal 9, SIGKILL"
+        return [start(group) for group in groups]
+
+    while parent(engines[0].pid) != spare:  # before its imports are done, a new program takes their place
+        engines = died()
+    engines = died()
+    assert [parent(engine.pid) for engine in engines] == [spare] * 2
+    assert engines[0].pid == engines[1].pid
+    os.kill(spare, signal.SIGKILL)
+    successor = wait_for(lambda: [pid for pid in spares(place) if pid not in (spare, engines[0].pid)])
+    for number, engine in enumerate(engines):
+        ask(engine, number << 36, [7, 8])
+        assert answer(engine) == echo([7, 8], 5)
+    assert len(successor) == 1
+    for group in groups:
+        group.leave()
+    wait_for(lambda: not place.processes())
+
+
 def test_a_frame_that_is_none_ends_the_engine(place: Place) -> None:
     engines = [start(place.group(f"m_{k}")) for k in range(2)]
     ask(engines[0], 1, [5], orders="nonsense=2")
@@ -272,7 +309,8 @@ from pathlib import Path
 sys.path[:0] = json.loads(sys.argv[1])
 from inflight.config import EngineConfig
 from inflight.frontend.engine_client.shared_engine import EngineGroup
-group = EngineGroup(EngineConfig(model="fake"), json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:6])
+config = EngineConfig(model="fake", spare_engine=False)
+group = EngineGroup(config, json.loads(sys.argv[2]), json.loads(sys.argv[3]), *sys.argv[4:6])
 print("here", flush=True)
 input()
 engine = group.launch()

@@ -1,0 +1,117 @@
+"""Forks of a spare process that has kept weights mapped: the tokens of a full load, from one copy of the weights."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import greedy_reference, make_checkpoint
+from worker_rig import COMMAND, ENV, Worker
+
+from inflight.config import EngineConfig
+from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
+from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
+from inflight.kernels.cpu import library
+from inflight.loading.startup import load_or_reuse, wait_until_kept
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+
+PROMPT = list(range(1, 20))
+OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "cpu_threads": 2}
+
+
+class Place:
+    def __init__(self, checkpoint: str, file: Path, spare: ForkServerProcess) -> None:
+        self.checkpoint = checkpoint
+        self.file = file
+        self.spare = spare
+
+    def engine(self) -> Worker:
+        return Worker(self.spare, model=self.checkpoint, **OPTIONS)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    checkpoint = make_checkpoint("llama", tmp_path / "checkpoint")
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path / "cache"))
+    config = EngineConfig.from_dict({"model": checkpoint, **OPTIONS})
+    load_or_reuse(config)
+    wait_until_kept()
+    (file,) = (tmp_path / "cache" / "weights").glob("*.iw")
+    spare = ForkServerProcess(encode(config), COMMAND, ENV, idle=False)
+    yield Place(checkpoint, file, spare)
+    spare.stop()
+
+
+def generated(engine: Worker) -> list[int]:
+    assert isinstance(engine.receive(), EngineReady)
+    engine.send(AddRequest(1, PROMPT, SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)))
+    found: list[int] = []
+    while len(found) < 20:
+        message = engine.receive()
+        assert isinstance(message, StepMessage)
+        found += [token for delta in message.deltas for token in delta.token_ids]
+    return found
+
+
+def maps(pid: int, file: Path) -> bool:
+    return file.name in Path(f"/proc/{pid}/maps").read_text()
+
+
+def test_engines_share_the_mapped_weights_of_their_spare_and_compare_nothing_again(
+    place: Place, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = greedy_reference(place.checkpoint, [PROMPT], [20])[0]
+    engines = [place.engine() for _ in range(2)]
+    try:
+        for engine in engines:
+            assert generated(engine) == expected
+            assert maps(engine.process.pid, place.file)
+        assert maps(place.spare.pid, place.file)
+        assert "comparing the logits" not in capfd.readouterr().err
+        place.file.unlink()
+        again = place.engine()
+        engines.append(again)
+        assert generated(again) == expected, "a dropped file stays mapped"
+        assert not place.file.exists(), "nothing was loaded in full"
+    finally:
+        for engine in engines:
+            engine.close()
+
+
+def test_a_file_that_is_cut_while_it_is_mapped_ends_the_engine_and_the_next_one_loads_in_full(place: Place) -> None:
+    expected = greedy_reference(place.checkpoint, [PROMPT], [20])[0]
+    engine = place.engine()
+    try:
+        assert isinstance(engine.receive(), EngineReady)
+        os.truncate(place.file, 4096)
+        engine.send(AddRequest(1, PROMPT, SamplingParams(max_tokens=2)))
+        assert engine.process.wait(60) == -signal.SIGBUS
+    finally:
+        engine.close()
+    engine = place.engine()
+    try:
+        assert generated(engine) == expected
+        assert not maps(engine.process.pid, place.file) or place.file.stat().st_size > 4096
+    finally:
+        engine.close()
+
+
+@pytest.mark.nightly  # imports transformers; test_engine_launcher.py shows what follows
+def test_a_spare_that_was_made_before_weights_were_kept_says_that_it_is_outdated(place: Place) -> None:
+    elsewhere = place.file.rename(place.file.with_suffix(".elsewhere"))
+    config = EngineConfig.from_dict({"model": place.checkpoint, **OPTIONS})
+    spare = ForkServerProcess(encode(config), COMMAND, ENV, idle=False)
+    try:
+        Worker(spare, model=place.checkpoint, **{**OPTIONS, "max_model_len": 4096}).close()  # once its imports are done
+        assert spare.is_ready
+        assert not spare.is_outdated
+        elsewhere.rename(place.file)
+        spare._socket.setblocking(True)
+        assert spare._socket.recv(1) == b"o"
+    finally:
+        spare.stop()
