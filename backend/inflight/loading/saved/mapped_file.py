@@ -102,7 +102,7 @@ class MappedFile:
     def map_pages(self) -> None:
         """Map all pages at once, in a process that has inherited the mapping but not its page tables.
 
-        The first step would map them in many small pieces, in ten times the time.
+        The first step would map them in many small pieces.
         """
         with contextlib.suppress(OSError):  # an old kernel, or a file that has been cut
             self._mapping.madvise(_MADV_POPULATE_READ)
