@@ -34,10 +34,10 @@ from inflight.loading.quantization.schemes import scheme_of
 __all__ = ["check_weights_fit", "dummy_weights", "from_config", "pretrained"]
 
 # Tensors that belong to no module and change no logits: scales of an fp8 KV cache, tables that older versions of
-# transformers saved, and causal masks [1, 1, n, n] (`_is_mask`).
+# transformers saved, the head of a classifier (`loading/pooler.py`), and causal masks [1, 1, n, n] (`_is_mask`).
 _IGNORED = re.compile(
     r"\.(q|k|v|prob|kv)_scale$|\.kv_cache_scaling_factor$|\.[kv]_proj\.output_scale$"
-    r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
+    r"|^score\.weight$|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
 _CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
 _PACKED, _SCALES = ("qweight", "weight_packed"), ("scales", "weight_scale")  # of codes in int32
