@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,13 +20,12 @@ from torch.nn.functional import linear, normalize
 
 from inflight.config import EngineConfig
 from inflight.engine.pooling import PoolerFacts, Pooling
-from inflight.hub import CheckpointFileError, checkpoint_file
-from inflight.loading.checkpoint.tensor_files import TensorFiles
+from inflight.hub import checkpoint_file
+from inflight.loading.checkpoint.headless import is_classifier, is_headless, json_of, tensors_of, text_of
 from inflight.loading.load_errors import LoadError
 
-__all__ = ["Pooler", "is_headless", "load_pooler"]
+__all__ = ["Pooler", "load_pooler"]
 
-_CLASSIFIER = "ForSequenceClassification"
 _SCORE = "score.weight"
 _KINDS = {"lasttoken": "last", "mean_tokens": "mean", "cls_token": "cls", "mean": "mean", "cls": "cls"}
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -103,21 +101,6 @@ class Pooler:
         return normalize(hidden, dim=1) if pooling.activates else hidden
 
 
-def is_headless(config: EngineConfig) -> bool:
-    """Whether the checkpoint has no language model head: it is a classifier, or an encoder of sentences alone."""
-    values = _json(config, "config.json")
-    if not isinstance(values, dict):
-        return False
-    if _is_classifier(values):
-        return True
-    text = _text_of(values)
-    tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings", True))
-    if tied or not isinstance(_json(config, "modules.json"), list):
-        return False
-    names = _tensors(config).dtypes
-    return bool(names) and not any("lm_head" in name for name in names)
-
-
 def load_pooler(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Pooler:
     """The pooler of a checkpoint; one without tasks if its vectors cannot be made.
 
@@ -138,8 +121,8 @@ def load_pooler(config: EngineConfig, yields_hidden: bool, device: torch.device)
 def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Pooler:
     if not yields_hidden:
         raise _Unsupported("its model does not show the hidden states that its head takes")
-    values = _json(config, "config.json")
-    text = _text_of(values if isinstance(values, dict) else {})
+    values = json_of(config, "config.json")
+    text = text_of(values if isinstance(values, dict) else {})
     size = next((text[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(name), int)), None)
     if size is None or not isinstance(values, dict):
         raise _Unsupported("its config.json has no hidden_size")
@@ -152,7 +135,7 @@ def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Po
     normalizes = modules.normalizes if pooler.normalize is None else pooler.normalize
     tasks = ["embed", *(["score"] if head is None or len(head) == 1 else []), *(["classify"] if labels else [])]
     template = _template_of(config)
-    prompts = _json(config, "config_sentence_transformers.json")
+    prompts = json_of(config, "config_sentence_transformers.json")
     given = prompts.get("prompts") if isinstance(prompts, dict) else None
     facts = PoolerFacts(
         tasks=tasks,
@@ -170,14 +153,14 @@ def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Po
 
 
 def _modules_of(config: EngineConfig, device: torch.device) -> _Modules:
-    listed = _json(config, "modules.json")
+    listed = json_of(config, "modules.json")
     found = _Modules()
     if not isinstance(listed, list):
         return found
     found.normalizes = False
     for module in listed:
         name, path = str(module["type"]).rpartition(".")[2], str(module.get("path") or "")
-        options: Any = _json(config, f"{path}/config.json") if path else {}
+        options: Any = json_of(config, f"{path}/config.json") if path else {}
         options = options if isinstance(options, dict) else {}
         if name == "Pooling":
             found.kind = _kind_of(options)
@@ -227,8 +210,8 @@ def _head_of(
     config: EngineConfig, values: Mapping[str, Any], text: Mapping[str, Any], modules: _Modules
 ) -> tuple[Tensor | None, list[str], Callable[[Tensor], Tensor]]:
     """The head of scores and classes, its labels, and what makes probabilities of its logits."""
-    if _is_classifier(values):
-        files = _tensors(config)
+    if is_classifier(values):
+        files = tensors_of(config)
         if config.load_format == "dummy":
             count = len(values.get("id2label") or {}) or int(values.get("num_labels", 2))
             size = int(text["hidden_size"])
@@ -275,7 +258,7 @@ def _answer_tokens(config: EngineConfig, modules: _Modules) -> tuple[int | None,
 
 def _head_rows(config: EngineConfig, token_ids: list[int]) -> Tensor:
     """float32 [len(token_ids), H]; of the head, or of the embedding that it is tied to."""
-    files = _tensors(config)
+    files = tensors_of(config)
     for ending in ("lm_head.weight", "embed_tokens.weight", "wte.weight"):
         for name in files.dtypes:
             if name.endswith(ending):
@@ -287,7 +270,7 @@ def _template_of(config: EngineConfig) -> list[str]:
     given = config.pooler_config.score_template
     if given is None and not config.hf_overrides.is_original_qwen3_reranker:
         named = config.hf_overrides.classifier_from_token is not None or (
-            "1_LogitScore" in json.dumps(_json(config, "modules.json"))
+            "1_LogitScore" in json.dumps(json_of(config, "modules.json"))
         )
         return list(_QWEN3_TEMPLATE) if named else []
     return list(_QWEN3_TEMPLATE) if given is None or given == "qwen3" else list(given)
@@ -304,35 +287,5 @@ def _matryoshka(
     return [] if is_any else None
 
 
-def _is_classifier(values: Mapping[str, Any]) -> bool:
-    return any(str(name).endswith(_CLASSIFIER) for name in values.get("architectures") or ())
-
-
-def _text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    text = values.get("text_config")
-    return text if isinstance(text, dict) else values
-
-
 def _same(logits: Tensor) -> Tensor:
     return logits
-
-
-def _tensors(config: EngineConfig) -> TensorFiles:
-    """Of safetensors files; none of others, nor of a GGUF file."""
-    if Path(config.model).is_file():
-        return TensorFiles("")
-    try:
-        return TensorFiles(config.model, config.revision)
-    except (SafetensorError, ValueError, OSError):
-        return TensorFiles("")
-
-
-def _json(config: EngineConfig, name: str) -> Any:
-    """A JSON file of the checkpoint; None if it has none."""
-    try:
-        path = checkpoint_file(config.model, name, config.revision)
-        return None if path is None else json.loads(path.read_text(encoding="utf-8"))
-    except CheckpointFileError:
-        return None
-    except (ValueError, OSError) as error:
-        raise LoadError(f"{config.model!r}: {name} cannot be read: {error}") from error

@@ -10,8 +10,8 @@ from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file, snapshot
+from inflight.loading.checkpoint.headless import is_headless
 from inflight.loading.load_errors import LoadError, in_one_line
-from inflight.loading.pooler import is_headless
 
 __all__ = ["dtype_of", "eos_token_ids", "max_model_len", "read_config"]
 
