@@ -363,16 +363,17 @@ class LocalEngine:
     def _take(self, message: StepMessage) -> None:
         advanced: dict[int, Any] = {}
         for delta in message.deltas:
-            request = advanced[delta.request_id] = self._open[delta.request_id]
+            request: Any = self._open[delta.request_id]
+            advanced[delta.request_id] = request
             if request.take(delta):
                 self.core.abort(delta.request_id, delta.index)
             if request.result.finished:
                 del self._open[delta.request_id]
         for failure in message.failed:
-            request = advanced[failure.request_id] = self._open.pop(failure.request_id)
-            request.failure = failure
-        for request in advanced.values():
-            request.advanced(request)
+            lost = advanced[failure.request_id] = self._open.pop(failure.request_id)
+            lost.failure = failure
+        for each in advanced.values():
+            each.advanced(each)
 
     def _end(self, requests: Iterable[OpenRequest | OpenVector]) -> None:
         self._end_ids(request.request_id for request in requests)
@@ -386,6 +387,7 @@ class LocalEngine:
         self._fail_all(f"another request's step was interrupted by {cause}: send it again")
 
     def _fail_all(self, message: str) -> None:
+        request: Any
         for request_id, request in self._open.items():
             request.failure = RequestFailed(request_id, "INTERNAL", message)
             request.advanced(request)

@@ -85,13 +85,7 @@ class Pooler:
         self._activation = activation
 
     def __call__(self, hidden: Tensor, pooling: Pooling) -> Tensor:
-        """float32 [R, H] -> float32 [R, D].
-
-        Raises:
-            ValueError: the checkpoint has no such task.
-        """
-        if pooling.task not in self.facts.tasks:
-            raise ValueError(f"the checkpoint has no task {pooling.task!r}")
+        """float32 [R, H] -> float32 [R, D], for a task of the checkpoint."""
         if pooling.task != "embed" and self._head is not None:
             logits = linear(hidden, self._head)
             return self._activation(logits) if pooling.activates else logits

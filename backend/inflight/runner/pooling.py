@@ -40,25 +40,28 @@ class PooledRows:
         slots: int64 [P]; whose sum each is added to.
         begun: int64; slots whose sums begin.
         ended: row -> its slot, the number of tokens in its sum, and what it asks for.
+        failures: row -> why it yields no vector.
     """
 
     indices: np.ndarray = field(default_factory=lambda: _NOTHING)
     slots: np.ndarray = field(default_factory=lambda: _NOTHING)
     begun: np.ndarray = field(default_factory=lambda: _NOTHING)
     ended: dict[int, tuple[int, int, Pooling]] = field(default_factory=dict)
+    failures: dict[int, str] = field(default_factory=dict)
 
     def without_logits(self, out: SchedulerOutput) -> SchedulerOutput:
         """The step without logits for the rows that yield vectors."""
-        if not self.ended:
+        if not self.ended and not self.failures:
             return out
-        samples = [sample and row not in self.ended for row, sample in enumerate(out.samples)]
+        without = {*self.ended, *self.failures}
+        samples = [sample and row not in without for row, sample in enumerate(out.samples)]
         return msgspec.structs.replace(out, samples=samples)
 
     def without_logits_in(self, inputs: StepInputs) -> StepInputs:
         """The same for a step that is prepared."""
-        if not self.ended:
+        if not self.ended and not self.failures:
             return inputs
-        kept = ~np.isin(inputs.row_of_logits, list(self.ended))
+        kept = ~np.isin(inputs.row_of_logits, [*self.ended, *self.failures])
         rows, indices = inputs.row_of_logits[kept], inputs.logits_indices[kept]
         return StepInputs(
             inputs.slot_of_token, inputs.position_of_token, rows, indices, inputs.positions, inputs.metadata
@@ -67,12 +70,19 @@ class PooledRows:
 
 @dataclass(slots=True)
 class PendingVectors:
-    """Vectors on their way to the host: float32 [rows, D] each."""
+    """Vectors on their way to the host.
+
+    Attributes:
+        parts: rows, and float32 [rows, D].
+        failures: row -> why it yields none.
+    """
 
     parts: list[tuple[list[int], Tensor]] = field(default_factory=list)
+    failures: dict[int, str] = field(default_factory=dict)
 
     def give(self, step: StepOutput) -> None:
         """Put them into `step`.  Call it when the device has ended the step."""
+        step.row_failures.update(self.failures)
         for rows, vectors in self.parts:
             values = vectors.numpy()
             finite = np.isfinite(values).all(axis=1)
@@ -111,6 +121,9 @@ class RowPooling:
         for row, slot in enumerate(out.slots if self._of_slot else ()):
             if (pooling := self._of_slot.get(slot)) is None:
                 continue
+            if pooling.task not in self._pooler.facts.tasks:
+                found.failures[row] = f"{pooling.task!r} is no task of this checkpoint"
+                continue
             first, count = out.num_computed_tokens[row], out.num_scheduled_tokens[row]
             start, end = starts[row], starts[row] + count
             if pooling.kind == "last":
@@ -135,7 +148,7 @@ class RowPooling:
     def launch(self, rows: PooledRows, hidden: Tensor) -> PendingVectors:
         """Add the hidden states [P, H] of `rows.indices`, and start making the vectors of the rows that end.
 
-        The last act of a step: one that raised before can be made again.
+        The last act of a step: one that has raised before can be made again.
         """
         if len(rows.indices):
             if self._sums is None:
@@ -145,7 +158,8 @@ class RowPooling:
         by_pooling: dict[Pooling, list[int]] = {}
         for row, (_, _, pooling) in rows.ended.items():
             by_pooling.setdefault(pooling, []).append(row)
-        return PendingVectors([(each, self._vectors(rows, each, pooling)) for pooling, each in by_pooling.items()])
+        parts = [(each, self._vectors(rows, each, pooling)) for pooling, each in by_pooling.items()]
+        return PendingVectors(parts, rows.failures)
 
     def _vectors(self, rows: PooledRows, each: list[int], pooling: Pooling) -> Tensor:
         """float32 [len(each), D], on its way to the host."""
