@@ -26,6 +26,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     return make_checkpoint("llama", tmp_path_factory.mktemp("card"))
 
 
+@pytest.fixture(scope="module")
+def on_the_cpu(checkpoint: str) -> Any:
+    """Vectors and tokens of `mixture`."""
+    return vectors_of(make_core(checkpoint, **LIMITS), mixture())
+
+
 @pytest.fixture(autouse=True)
 def functions(monkeypatch: pytest.MonkeyPatch) -> None:
     functions_as_kernels(monkeypatch)
@@ -46,8 +52,8 @@ def mixture() -> list[AddRequest]:
 
 
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"max_cudagraph_capture_size": 8}])
-def test_vectors_beside_chats(checkpoint: str, card: Card, options: dict[str, Any]) -> None:
-    expected, tokens = vectors_of(make_core(checkpoint, **LIMITS), mixture())
+def test_vectors_beside_chats(on_the_cpu: Any, checkpoint: str, card: Card, options: dict[str, Any]) -> None:
+    expected, tokens = on_the_cpu
     core = without_waits(card_core(checkpoint, **options))
     found, others = vectors_of(core, mixture())
     assert others == tokens and found.keys() == expected.keys()
