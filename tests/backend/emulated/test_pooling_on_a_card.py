@@ -44,7 +44,7 @@ def card() -> Any:
 
 
 def mixture() -> list[AddRequest]:
-    params = SamplingParams(max_tokens=9, temperature=0.0, seed=0, ignore_eos=True)
+    params = SamplingParams(max_tokens=40, temperature=0.0, seed=0, ignore_eos=True)
     chats = [AddRequest(i, prompt_of(i, 5 + i), params) for i in range(4)]
     lengths = [1, 17, 40, 41, 63, 64]
     asked = [pooled(10 + i, prompt_of(i, n), ("last", "mean", "cls")[i % 3]) for i, n in enumerate(lengths * 2)]
