@@ -1,4 +1,4 @@
-"""What a checkpoint's files say about its vectors, and the vectors that they make."""
+"""The files of a checkpoint that describe its vectors, and the vectors that follow from them."""
 
 from __future__ import annotations
 

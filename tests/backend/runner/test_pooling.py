@@ -1,4 +1,4 @@
-"""Vectors are those of transformers, whatever runs beside them, and leave generated tokens as they are."""
+"""Vectors are those of transformers, alone and beside other requests, and leave generated tokens as they are."""
 
 from __future__ import annotations
 
