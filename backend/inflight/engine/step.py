@@ -109,6 +109,7 @@ class StepOutput(msgspec.Struct, array_like=True):
         failure: why the step was not computed, in words for the clients of its requests; "" if it was.  A failed step
             made only its copies to and from the host.
         row_failures: row -> the same for a row that was computed but yielded no valid token.
+        pooled: row -> the vector that it yields in place of a token, float32 in native byte order.
     """
 
     token_ids: list[int] = []
@@ -120,3 +121,4 @@ class StepOutput(msgspec.Struct, array_like=True):
     ended: float = 0.0
     failure: str = ""
     row_failures: dict[int, str] = {}
+    pooled: dict[int, bytes] = {}
