@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from inflight_client.connection import Connection, ConnectionOptions, Protocol
 from inflight_client.endpoints import Routing, split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
+from inflight_client.pooled_calls import AsyncPooledCalls, PooledCalls
 from inflight_client.questions import (
     Question,
     control_question,
@@ -90,7 +91,7 @@ def _not_ready(timeout: float, reason: str) -> DeadlineExceededError:
     return DeadlineExceededError(f"not ready after {timeout:g} s: {reason}")
 
 
-class Client(_BaseClient):
+class Client(_BaseClient, PooledCalls):
     """Blocking client: `with Client("host:8001", model="demo") as client: ...`.
 
     Threads can share it; requests are independent of each other and are cancelled individually.
@@ -267,7 +268,7 @@ class Client(_BaseClient):
         self.close()
 
 
-class AsyncClient(_BaseClient):
+class AsyncClient(_BaseClient, AsyncPooledCalls):
     """Client for one event loop: `async with AsyncClient("host:8001", model="demo") as client: ...`."""
 
     def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
