@@ -13,15 +13,27 @@ if TYPE_CHECKING:
     from inflight.in_process.llm import LLM
     from inflight.in_process.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from inflight.in_process.params import SamplingParams
+    from inflight.in_process.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingParams,
+        RerankResult,
+        ScoringRequestOutput,
+    )
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
+    "RerankResult",
     "SamplingParams",
+    "ScoringRequestOutput",
     "__version__",
     "grammar",
 ]
@@ -30,12 +42,17 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AsyncLLM": "inflight.in_process.async_llm",
+    "ClassificationRequestOutput": "inflight.in_process.pooling_outputs",
     "CompletionOutput": "inflight.in_process.outputs",
+    "EmbeddingRequestOutput": "inflight.in_process.pooling_outputs",
     "LLM": "inflight.in_process.llm",
     "Logprob": "inflight.in_process.outputs",
+    "PoolingParams": "inflight.in_process.pooling_outputs",
     "RequestOutput": "inflight.in_process.outputs",
     "RequestOutputKind": "inflight.in_process.outputs",
+    "RerankResult": "inflight.in_process.pooling_outputs",
     "SamplingParams": "inflight.in_process.params",
+    "ScoringRequestOutput": "inflight.in_process.pooling_outputs",
     "grammar": "inflight.frontend.request.structured_outputs",
 }
 _BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers", "xxhash"}

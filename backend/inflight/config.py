@@ -17,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from inflight.kernel_config import KernelConfig
+from inflight.pooler_config import HfOverrides, PoolerConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
 
@@ -152,6 +153,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             token wastes one row, and a new request waits one step longer. "auto": on a GPU, not on a CPU.
         speculative_config: drafts of the next tokens; several are verified in one step, and outputs are the same.
             Keys as vLLM's, see docs/speculation.md. `None`: no drafts, except tokens that a grammar forces.
+        pooler_config, hf_overrides: what a checkpoint's files do not say about its embeddings and scores. Keys as
+            vLLM's, see docs/pooling.md.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.
         kv_cache_memory: size of the KV pool in bytes or as a string ("4GiB"). `None` takes a share of the free
@@ -203,6 +206,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         max_logprobs: maximum of the keys `logprobs` and `prompt_logprobs` of a request; -1: the whole vocabulary,
             which a request asks for with -1. vLLM's default is 20.
         max_n: maximum of the key `n` of a request.
+        max_pooled_inputs: maximum of texts to embed, score or classify in one request.
         max_stop_strings, max_bad_words, max_stop_token_ids: maximum length of the lists `stop`, `bad_words` and
             `stop_token_ids` of a request.
         max_stop_bytes: maximum size of all stop strings of a request together, and of all its bad words.
@@ -274,6 +278,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     long_prefill_token_threshold: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 0
     async_scheduling: bool | Literal["auto"] = "auto"
     speculative_config: SpeculativeConfig | None = None
+    pooler_config: PoolerConfig = PoolerConfig()
+    hf_overrides: HfOverrides = HfOverrides()
     block_size: Annotated[int, Meta(ge=1, le=1024)] = 16
     gpu_memory_utilization: _Share = 0.9
     kv_cache_memory: Annotated[int, Meta(le=2**62)] | str | None = None
@@ -300,6 +306,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     generation_config: str | None = None
     max_logprobs: Annotated[int, Meta(ge=-1, le=_MAX_COUNT)] = 100
     max_n: Annotated[int, Meta(ge=1, le=16384)] = 128
+    max_pooled_inputs: Annotated[int, Meta(ge=1, le=2**20)] = 2048
     max_stop_strings: _PositiveInt = 1024
     max_bad_words: _PositiveInt = 1024
     max_stop_token_ids: _PositiveInt = 1024

@@ -50,7 +50,10 @@ from inflight.frontend.operator.status import InstanceIdentity, InstanceStatus
 from inflight.frontend.operator.tokenize_api import TokenizeApi, facts
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import pacing_for
+from inflight.frontend.output.pooled_group import PooledGroups
 from inflight.frontend.request.parser import RequestParser
+from inflight.frontend.request.pooled_prompts import PooledPrompts, most_inputs
+from inflight.frontend.request.pooled_request import PooledRequestReader
 from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.frontend.text.tokenizer_info import tokenizer_info
@@ -113,8 +116,17 @@ class TritonPythonModel:
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
         parser = RequestParser(
-            config, tokenizer, self._chat, ready.max_model_len, ready.vocab_size, ready.eos_token_ids, number
+            config,
+            tokenizer,
+            self._chat,
+            ready.max_model_len,
+            ready.vocab_size,
+            ready.eos_token_ids,
+            number,
+            ready.pooler.generates,
         )
+        prompts = PooledPrompts(ready.pooler, tokenizer, ready.max_model_len, ready.vocab_size, most_inputs(config))
+        pooled_reader = PooledRequestReader(parser, prompts, args["model_name"])
         self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
             tokenizer_info(source, revision, self._chat.text),
@@ -141,7 +153,12 @@ class TritonPythonModel:
             max_replays=config.max_replays,
             number=number,
         )
-        self._tokenize_pool = TokenizePool(parser.parse, self._output_processor, lambda line: bridge.log("error", line))
+        self._tokenize_pool = TokenizePool(
+            parser.parse,
+            self._output_processor,
+            lambda line: bridge.log("error", line),
+            open_pooled=PooledGroups(pooled_reader.read, self._output_processor.open).open,
+        )
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
         self._checks_health = bridge.checks_health(model_config)

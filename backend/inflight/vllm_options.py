@@ -42,7 +42,7 @@ class _Fixed(NamedTuple):
 
 # None means the default of every option, and is allowed.
 _FIXED: dict[str, _Fixed] = {
-    "convert": _Fixed(("auto", "none"), "this backend only generates"),
+    "convert": _Fixed(("auto", "none", "embed", "classify"), "every checkpoint generates and embeds as it can"),
     "config_format": _Fixed(("auto", "hf"), "checkpoints are in the format of transformers"),
     "cpu_offload_gb": _Fixed((0,), "weights stay on the device; quantize them, or use a larger device"),
     "data_parallel_size": _Fixed((1,), "list several `gpus` in `instance_group` of config.pbtxt"),
@@ -57,11 +57,13 @@ _FIXED: dict[str, _Fixed] = {
     "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
     "num_scheduler_steps": _Fixed((1,), "every step is scheduled"),
     "pipeline_parallel_size": _Fixed((1,), _ONE_DEVICE),
-    "runner": _Fixed(("auto", "generate"), "this backend only generates"),
+    "runner": _Fixed(("auto", "generate", "pooling"), "one engine generates and embeds"),
     "scheduler_delay_factor": _Fixed((0,), "no step waits for more prompts"),
     "skip_tokenizer_init": _Fixed((False,), "the tokenizer is always loaded"),
     "tensor_parallel_size": _Fixed((1,), _ONE_DEVICE),
-    "task": _Fixed(("auto", "generate"), "this backend only generates"),
+    "task": _Fixed(
+        ("auto", "generate", "embed", "embedding", "score", "classify"), "one engine generates, embeds and scores"
+    ),
     "tokenizer_mode": _Fixed(
         ("auto", "hf"), "the tokenizer is tokenizer.json, or what transformers' AutoTokenizer loads"
     ),

@@ -112,6 +112,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
         device=info.device,
         attention_backend=info.attention_backend,
         load_seconds=info.load_seconds,
+        pooler=info.pooler,
     )
     trace = make_trace(config, info.num_blocks)
     listeners = [HeartbeatListener(heartbeat), *([] if trace is None else [trace]), *make_request_times(config)]

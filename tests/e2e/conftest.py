@@ -48,6 +48,7 @@ GROUPS = {
         "latency",
         "memory",
         "opentelemetry",
+        "pooling",
         "replay",
         "scheduling",
         "serving",

@@ -58,7 +58,7 @@ class BatchState:
         self.block_size = block_size
         self.device = device
         max_blocks = -(-max_model_len // block_size)
-        self.token_ids = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self.token_ids = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)  # one void, of a pooled prompt
         self.num_prompt_tokens = np.zeros(max_num_seqs, dtype=np.int64)
         self.block_table = np.zeros((max_num_seqs, max_blocks), dtype=np.int32)
         self.num_blocks = np.zeros(max_num_seqs, dtype=np.int64)

@@ -7,6 +7,8 @@ from typing import Protocol
 
 import msgspec
 
+from inflight.engine.pooling import Pooling
+
 __all__ = ["Attached", "RequestChoice", "attach_choices"]
 
 
@@ -17,10 +19,12 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
         rope_length: sequence length that a length-dependent rotary embedding is chosen by (`rope_scaling.py`); 0: the
             checkpoint has none.
         traced: the frontend makes spans of the request (`request_times.py`).
+        pooling: the request is for a vector, not for text.
     """
 
     rope_length: int = 0
     traced: bool = False
+    pooling: Pooling | None = None
 
 
 class RequestChoice(Protocol):

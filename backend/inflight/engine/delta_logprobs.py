@@ -1,4 +1,4 @@
-"""Puts a step's log probabilities into the deltas of its sequences.  No torch."""
+"""Puts a step's log probabilities and pooled vectors into the deltas of its sequences.  No torch."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from inflight.engine.messages import SequenceDelta
 from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput
 
-__all__ = ["add_logprobs"]
+__all__ = ["add_results"]
 
 # Most prompt triples in one delta: the frontend processes deltas one by one, so those of other requests get their turn.
 _MAX_TRIPLES = 4096
 _NOTHING = Logprobs([0])  # nothing predicts the first token of a prompt
 
 
-def add_logprobs(deltas: list[SequenceDelta], rows: Sequence[Request], out: SchedulerOutput, step: StepOutput) -> None:
+def add_results(deltas: list[SequenceDelta], rows: Sequence[Request], out: SchedulerOutput, step: StepOutput) -> None:
     """Complete the deltas in `deltas`; a sequence with prompt log probabilities and no token gets a delta.
 
     Args:
@@ -24,13 +24,16 @@ def add_logprobs(deltas: list[SequenceDelta], rows: Sequence[Request], out: Sche
     """
     delta_of = {(delta.request_id, delta.index): delta for delta in deltas}
     pieces: list[SequenceDelta] = []
-    for row in step.logprobs.keys() | step.prompt_logprobs.keys():
+    for row in step.logprobs.keys() | step.prompt_logprobs.keys() | step.pooled.keys():
         request = rows[row]
         delta = delta_of.get((request.request_id, request.index))
         if delta is None:
             if request.status is Status.FINISHED:
                 continue  # ended while the step ran
             delta = SequenceDelta(request.request_id, request.index, [])
+        if row in step.pooled:  # in place of its token, which is void
+            delta.token_ids, delta.finish_reason, delta.pooled = [], "stop", step.pooled[row]
+            continue
         prompt_logprobs = _new_prompt_logprobs(request, row, out, step)
         if prompt_logprobs is not None:
             *parts, delta.prompt_logprobs = _split(prompt_logprobs)

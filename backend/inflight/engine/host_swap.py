@@ -86,8 +86,8 @@ class SwapSpace(EngineListener):
         Blocks that other requests share stay in the pool and need no copy.  If the host has too little room, the
         tail is recomputed.
         """
-        if not self._free:
-            return
+        if not self._free or (request.attached is not None and request.attached.pooling is not None):
+            return  # the sums of a mean are not in the KV
         first = pool.num_shared(request)
         computed = request.num_computed_tokens
         count = min(pool.blocks_for(computed) - first, len(self._free))

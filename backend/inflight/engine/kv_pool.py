@@ -106,11 +106,12 @@ class KVPool:
         return hit
 
     def missing_blocks(self, request: Request, prefix: Sequence[int]) -> int:
-        """Available blocks that all of the request's present tokens and one more would take.
+        """Available blocks that all of the request's present tokens and one more would take; its last one takes none.
 
         A block of the prefix counts if no request owns it now.
         """
-        return self.blocks_for(request.num_tokens + 1) - len(prefix) + self.num_reclaimed(prefix)
+        num_tokens = min(request.num_tokens + 1, request.max_total_tokens - 1)
+        return self.blocks_for(num_tokens) - len(prefix) + self.num_reclaimed(prefix)
 
     def num_reclaimed(self, prefix: Sequence[int]) -> int:
         """Blocks of a prefix that no request owns."""

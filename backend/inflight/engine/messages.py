@@ -13,6 +13,7 @@ import msgspec
 
 from inflight.engine.attached import Attached
 from inflight.engine.logprobs import Logprobs
+from inflight.engine.pooling import PoolerFacts
 from inflight.engine.sampling_params import SamplingParams
 
 __all__ = [
@@ -141,6 +142,7 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
             Those of a long prompt come in several deltas.  Only the first of the n sequences to run has them.
         num_cached_tokens: prompt tokens served by the prefix cache; set on the first delta.
         times: of a traced request, on its first and its last delta.
+        pooled: the vector of a request with pooling; see `StepOutput`.
     """
 
     request_id: int
@@ -152,6 +154,7 @@ class SequenceDelta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: Logprobs | None = None
     num_cached_tokens: int | None = None
     times: SequenceTimes | None = None
+    pooled: bytes | None = None
 
 
 class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -246,6 +249,7 @@ class EngineReady(msgspec.Struct, array_like=True, tag=13, frozen=True):
     attention_backend: str
     load_seconds: float
     leads: bool = True
+    pooler: PoolerFacts = PoolerFacts()
 
 
 class EngineFailed(msgspec.Struct, array_like=True, tag=14, frozen=True):

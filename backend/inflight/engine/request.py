@@ -116,7 +116,8 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        return self.num_tokens - self.num_prompt_tokens
+        is_void = self.attached is not None and self.attached.pooling is not None
+        return 0 if is_void else self.num_tokens - self.num_prompt_tokens
 
     def ends_with(self, token: int, num_tokens: int) -> FinishReason | None:
         """Why `token` as its `num_tokens`-th ends the sequence; None: it continues."""

@@ -10,6 +10,7 @@ import msgspec
 from inflight.engine.attached import RequestChoice, attach_choices
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request, Status
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.grammars.base import Grammars
@@ -70,6 +71,7 @@ def make_sequences(
     attached = attach_choices(info.choices, len(message.prompt_token_ids), params.max_tokens, message.attached)
     salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
     salts = (salt, *(choice.salt(attached) for choice in info.choices))
+    pooling, longest = _pooling(message), _longest(message, info)
     first = next(index for index, output in enumerate(outputs) if output is not None)
     return [
         Request(
@@ -84,10 +86,10 @@ def make_sequences(
             deadline=message.deadline,
             cache_salts=salts,
             attached=attached,
-            caches_blocks=caches_prefixes or params.n > 1,
+            caches_blocks=(caches_prefixes or params.n > 1) and (pooling is None or pooling.kind == "last"),
             seed=sequence_seed(params.seed or 0, index),
             stop_ids=stop_ids(message.params, info.eos_token_ids),
-            max_total_tokens=max_total_tokens(message.params, len(message.prompt_token_ids), info.max_model_len),
+            max_total_tokens=max_total_tokens(message.params, len(message.prompt_token_ids), longest),
             status=Status.FINISHED if output is None else Status.WAITING,
         )
         for index, output in enumerate(outputs)
@@ -98,25 +100,43 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
     num_tokens = len(message.prompt_token_ids)
     if not num_tokens:
         raise ValueError("the prompt is empty: give at least one token")
-    if num_tokens >= info.max_model_len:
+    if num_tokens >= _longest(message, info):
         raise ValueError(
-            f"the prompt has {num_tokens} tokens: at most {info.max_model_len - 1} fit "
-            f"max_model_len={info.max_model_len} with one output token"
+            f"the prompt has {num_tokens} tokens: at most {_longest(message, info) - 1} fit "
+            f"max_model_len={info.max_model_len}{' with one output token' if _pooling(message) is None else ''}"
         )
     _check_ids("input_ids", message.prompt_token_ids, info)
     message.params.validate(vocab_size=info.vocab_size)
     if message.params.grammar is not None and info.grammars is None:
         raise ValueError("structured output is not supported by this engine")
-    total = max_total_tokens(message.params, num_tokens, info.max_model_len)
+    if _pooling(message) is not None:
+        _check_pooled(message)
+    total = max_total_tokens(message.params, num_tokens, _longest(message, info))
     if message.output_token_ids:
         _check_outputs(message, info, total - num_tokens)
-    need = pool.blocks_for(total)
+    need = pool.blocks_for(min(total, info.max_model_len))
     if need > pool.num_blocks:
         raise ValueError(
             f"the request never fits: {num_tokens} prompt and up to {total - num_tokens} output tokens take "
             f"{need} KV blocks of {pool.block_size} tokens, and the pool has {pool.num_blocks}; lower max_tokens "
             "or the prompt, or raise kv_cache_memory"
         )
+
+
+def _pooling(message: AddRequest) -> Pooling | None:
+    return None if message.attached is None else message.attached.pooling
+
+
+def _longest(message: AddRequest, info: ModelInfo) -> int:
+    """Tokens that a request can have; the last one of a pooled request is void, and comes on top."""
+    return info.max_model_len + (_pooling(message) is not None)
+
+
+def _check_pooled(message: AddRequest) -> None:
+    params = message.params
+    asked = (params.n, params.max_tokens, params.logprobs, params.prompt_logprobs, params.grammar)
+    if asked != (1, 1, None, None, None) or any(message.output_token_ids):
+        raise ValueError("a pooled request has one void token: leave out n, logprobs, grammars and earlier output")
 
 
 def _check_ids(name: str, token_ids: Sequence[int], info: ModelInfo) -> None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from inflight.engine.delta_logprobs import add_logprobs
+from inflight.engine.delta_logprobs import add_results
 from inflight.engine.drafting.drafter import Drafter
 from inflight.engine.events import EngineListener, receivers
 from inflight.engine.held_requests import HeldRequests
@@ -161,8 +161,8 @@ class Scheduler:
         for row, tokens in step.token_runs.items():
             if rows[row].status is not _FINISHED:
                 deltas.append(self._take_run(rows[row], tokens, len(out.draft_token_ids[row])))
-        if step.logprobs or step.prompt_logprobs:
-            add_logprobs(deltas, rows, out, step)
+        if step.logprobs or step.prompt_logprobs or step.pooled:
+            add_results(deltas, rows, out, step)
         if any(delta.finish_reason is not None for delta in deltas):
             self.running = [request for request in self.running if request.status is _RUNNING]
         return deltas, TokenColumns(*columns)

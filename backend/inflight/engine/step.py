@@ -103,6 +103,7 @@ class StepOutput(msgspec.Struct, array_like=True):
         logprobs: row -> log probabilities of its sampled tokens, if requested.
         prompt_logprobs: row -> log probabilities of the prompt tokens that this step's positions *predict*, if
             requested.
+        pooled: row -> the vector that it yields in place of a token, float32 in native byte order.
         started: when the device began the step.
         forward_end: when the forward pass ended, if the runner knows.
         ended: when the tokens were available.
@@ -115,6 +116,7 @@ class StepOutput(msgspec.Struct, array_like=True):
     token_runs: dict[int, list[int]] = {}
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, Logprobs] = {}
+    pooled: dict[int, bytes] = {}
     started: float = 0.0
     forward_end: float | None = None
     ended: float = 0.0

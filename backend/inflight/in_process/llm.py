@@ -10,21 +10,20 @@ from typing import Any, Union
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
 from inflight.engine.step_trace import StepTrace
+from inflight.frontend.request.pooled_prompts import PooledPlan, PooledPrompts
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
 from inflight.in_process.outputs import RequestOutput
 from inflight.in_process.params import SamplingParams
+from inflight.in_process.pooled_calls import PooledCalls, Progress
 from inflight.in_process.prompts import Conversation, Prompt, is_conversation, is_prompt, listed, read_chat, read_prompt
 
 __all__ = ["LLM"]
 
 Params = Union[SamplingParams, Sequence[SamplingParams], None]
-# False: no progress bar; True: one, where the standard error stream is a terminal or a notebook; or what makes one, as
-# `tqdm.tqdm` does.
-Progress = Union[bool, Callable[..., Any]]
 
 
-class LLM:
+class LLM(PooledCalls):
     """A checkpoint, an engine and a tokenizer in this process.
 
     All methods can be called from several threads; their requests share the engine's batches.  Ctrl-C ends the call
@@ -55,6 +54,11 @@ class LLM:
     def trace(self) -> StepTrace | None:
         """The step trace, if `step_trace` asks for one."""
         return self.engine.trace
+
+    @property
+    def pooled_prompts(self) -> PooledPrompts:  # type: ignore[override]
+        """Checks and tokenises what is to be embedded, scored or classified."""
+        return self.engine.pooled_prompts
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -182,9 +186,10 @@ class LLM:
         advanced: deque[OpenRequest] = deque()
         return self.engine.submit(read, params, advanced.append, priority), advanced
 
-    def _wait_for(
-        self, requests: list[OpenRequest], advanced: deque[OpenRequest], use_tqdm: Progress
-    ) -> list[RequestOutput]:
+    def _submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[Any]:
+        return self.engine.submit_pooled(plan, advanced)
+
+    def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:
         bar = _bar(use_tqdm, len(requests))
         try:
             for num_finished in self._advance(requests, advanced):
@@ -196,7 +201,7 @@ class LLM:
                 bar.close()
         return [request.result for request in requests]
 
-    def _advance(self, requests: list[OpenRequest], advanced: deque[OpenRequest]) -> Iterator[int]:
+    def _advance(self, requests: list[Any], advanced: deque[Any]) -> Iterator[int]:
         """Step until all of `requests` are finished; yields, when some advanced, how many of them finished.
 
         Steps also serve other open requests, and other threads' steps serve these.

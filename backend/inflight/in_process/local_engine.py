@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
@@ -27,9 +28,13 @@ from inflight.frontend.output.response_tensors import SequenceOutput, sequence_o
 from inflight.frontend.request.generation_config import generation_defaults
 from inflight.frontend.request.limits import Limits
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.parser import NO_TEXT
+from inflight.frontend.request.pooled_prompts import PooledPlan, PooledPrompts
+from inflight.frontend.request.pooled_request import void_params
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_logprobs
 from inflight.in_process.params import SamplingParams, engine_params
+from inflight.in_process.pooled_calls import OpenVector
 from inflight.in_process.turns import InterruptLater, TurnLock
 from inflight.loading.startup import wait_until_kept
 from inflight.runner.pipeline import make_runner, placed
@@ -40,6 +45,7 @@ if find_spec("transformers") is None:  # only a full load imports it, which is t
 __all__ = ["LocalEngine", "OpenRequest"]
 
 T = TypeVar("T")
+_ANY_NUMBER = 2**31  # of inputs: they are this program's
 
 
 @dataclass
@@ -103,6 +109,7 @@ class LocalEngine:
         trace: its step trace, if `step_trace` asks for one.
         chat: the checkpoint's chat template.
         defaults: parameters of a request without any.
+        pooled_prompts: checks and tokenises requests for vectors.
 
     Raises:
         ConfigError, LoadError: the options or the checkpoint cannot be used.
@@ -133,7 +140,10 @@ class LocalEngine:
         self._limits = Limits(self.config, self._info.vocab_size)
         self._ids = itertools.count()
         self._pid = os.getpid()
-        self._open: dict[int, OpenRequest] = {}
+        self.pooled_prompts = PooledPrompts(
+            self._info.pooler, self.tokenizer, self._info.max_model_len, self._info.vocab_size, max_inputs=_ANY_NUMBER
+        )
+        self._open: dict[int, OpenRequest | OpenVector] = {}
         self._turns = TurnLock()
         self._half_done = False  # since before a turn until its end
         self._closed = False
@@ -163,6 +173,8 @@ class LocalEngine:
             ValueError: a request cannot be served.
             RuntimeError: see `_in_turn`.
         """
+        if not self._info.pooler.generates:
+            raise ValueError(NO_TEXT)
         asked = []
         for (text, token_ids), given, priority in zip(prompts, params, priorities or itertools.repeat(0)):
             if not isinstance(given, SamplingParams):
@@ -171,6 +183,18 @@ class LocalEngine:
             self._limits.check_params(sampling)
             asked.append((text, token_ids, sampling, priority))
         added = self._in_turn(lambda: self._add_all(asked, advanced))
+        if isinstance(added, RequestFailed):
+            raise ValueError(added.message)
+        return added
+
+    def submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector]:
+        """Queue the prompts of a plan: all, or none.
+
+        Raises:
+            ValueError: one cannot be served.
+            RuntimeError: see `_in_turn`.
+        """
+        added = self._in_turn(lambda: self._add_pooled(plan, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
@@ -318,6 +342,18 @@ class LocalEngine:
             requests.append(opened)
         return requests
 
+    def _add_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector] | RequestFailed:
+        opened: list[OpenVector] = []
+        for prompt in plan.prompts:
+            message = AddRequest(next(self._ids), prompt, void_params(), attached=Attached(pooling=plan.pooling))
+            refused = self.core.add_request(message)
+            if refused is not None:
+                self._end(opened)
+                return refused
+            request = self._open[message.request_id] = OpenVector(message.request_id, prompt, advanced)
+            opened.append(request)
+        return opened
+
     def _step(self) -> bool:
         """Whether nothing can run before something outside the engine."""
         if self._open:
@@ -325,20 +361,21 @@ class LocalEngine:
         return self.core.only_holds
 
     def _take(self, message: StepMessage) -> None:
-        advanced: dict[int, OpenRequest] = {}
+        advanced: dict[int, Any] = {}
         for delta in message.deltas:
-            request = advanced[delta.request_id] = self._open[delta.request_id]
+            request: Any = self._open[delta.request_id]
+            advanced[delta.request_id] = request
             if request.take(delta):
                 self.core.abort(delta.request_id, delta.index)
             if request.result.finished:
                 del self._open[delta.request_id]
         for failure in message.failed:
-            request = advanced[failure.request_id] = self._open.pop(failure.request_id)
-            request.failure = failure
-        for request in advanced.values():
-            request.advanced(request)
+            lost = advanced[failure.request_id] = self._open.pop(failure.request_id)
+            lost.failure = failure
+        for each in advanced.values():
+            each.advanced(each)
 
-    def _end(self, requests: Iterable[OpenRequest]) -> None:
+    def _end(self, requests: Iterable[OpenRequest | OpenVector]) -> None:
         self._end_ids(request.request_id for request in requests)
 
     def _end_ids(self, request_ids: Iterable[int]) -> None:
@@ -350,6 +387,7 @@ class LocalEngine:
         self._fail_all(f"another request's step was interrupted by {cause}: send it again")
 
     def _fail_all(self, message: str) -> None:
+        request: Any
         for request_id, request in self._open.items():
             request.failure = RequestFailed(request_id, "INTERNAL", message)
             request.advanced(request)

@@ -17,6 +17,7 @@ from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter
 from inflight.device.step_hook import StepHook
 from inflight.engine.attached import RequestChoice
+from inflight.engine.pooling import PoolerFacts
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case
@@ -49,6 +50,7 @@ class CheckpointInfo:
         choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
         graph_bytes: bytes that captured CUDA graphs take.
+        pooler: vectors that the checkpoint can yield; known to a runner.
     """
 
     max_model_len: int
@@ -65,6 +67,7 @@ class CheckpointInfo:
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
     graph_bytes: int = 0
+    pooler: PoolerFacts = field(default_factory=PoolerFacts)
 
 
 @dataclass

@@ -13,9 +13,11 @@ from inflight.device.host_cache import HostCache
 from inflight.engine.step import SchedulerOutput
 from inflight.kernels.registry import select_sampling
 from inflight.loading.loaded_model import LoadedModel
+from inflight.loading.pooler import load_pooler
 from inflight.loading.startup import load_or_reuse
 from inflight.runner import cpu_threads
-from inflight.runner.forward_pass import ForwardPass
+from inflight.runner.forward_pass import ForwardPass, yields_hidden
+from inflight.runner.pooling import RowPooling
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults
 from inflight.sampling import Sampler, SamplingTable
@@ -63,11 +65,15 @@ class BaseRunner:
         compile_ops(info.vocab_size, loaded.dtype, device, ops, rules)
         self.forward = ForwardPass(self.model, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
+        pooler = load_pooler(config, yields_hidden(self.model), device)
+        info.pooler = pooler.facts
+        self.pooling = RowPooling(pooler, config.max_num_seqs, device)
 
     def fill_rows(self, out: SchedulerOutput) -> None:
         """Store the tokens and parameters of rows that enter, and drafts; once per step."""
         self.state.fill_rows(out)
         self.prompt_logprobs.fill_rows(out)
+        self.pooling.fill_rows(out)
         self.faults.fill_rows(out.new_rows)
 
     def forget_steps(self) -> None:

@@ -27,6 +27,7 @@ from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loaded_model import LoadedModel
 from inflight.runner.base_runner import BaseRunner, load_on_threads
 from inflight.runner.graphs import Padding, decode_graphs
+from inflight.runner.pooling import PendingVectors, PooledRows
 from inflight.runner.prompt_logprobs import AskedPositions, PendingPromptLogprobs
 from inflight.runner.row_faults import fail_rows
 from inflight.runner.step_inputs import DeviceState, Line, StepInputTensors, StepSize, make_inputs, put_tokens
@@ -56,6 +57,7 @@ class DeviceStep:
         metadata: its tensors are views of `lines` and of `StepInputTensors`.
         sampling: for the step's logits.
         asked: positions with requested prompt log probabilities, with two of its arrays on the device.
+        pooled: rows that yield vectors, with the tokens that they read on the device.
     """
 
     size: StepSize
@@ -68,12 +70,14 @@ class DeviceStep:
     asked: AskedPositions
     asked_indices: Tensor
     next_token_ids: Tensor
+    pooled: PooledRows
+    pooled_indices: Tensor
 
     @property
     def graph_key(self) -> Hashable:
         """Equal for steps whose graphs would be equal; None for a step with parts that no graph has."""
         new_blocks, columns = self.new_blocks, self.sampling.columns
-        if self.asked.counts or len(new_blocks) > self.size.new_blocks or columns is None:
+        if self.asked.counts or len(self.pooled.indices) or len(new_blocks) > self.size.new_blocks or columns is None:
             return None
         tensors = self.lines, new_blocks, self.new_tokens, columns
         return self.size, *(tensor.data_ptr() for tensor in tensors)
@@ -103,12 +107,14 @@ class _Ticket:
         admissions: int64 [N]; how many requests the slot of each logit had had.
         started, forward_end, ended: when the device reached each point; in a graph, the forward pass has no own end.
         row_failures: rows whose rules raised, and why.
-        sampled, prompt_logprobs: the device's output, set once its work is launched.
+        pooled: rows that yield vectors.
+        sampled, prompt_logprobs, vectors: the device's output, set once its work is launched.
         result: set once the step is read.
     """
 
     out: SchedulerOutput
     rows: StepRows
+    pooled: PooledRows
     buffers: _Buffers
     launched: float
     admissions: np.ndarray
@@ -120,6 +126,7 @@ class _Ticket:
     has_forward_end: bool = False
     sampled: SamplerOutput | None = None
     prompt_logprobs: PendingPromptLogprobs = field(default_factory=lambda: PendingPromptLogprobs({}, []))
+    vectors: PendingVectors = field(default_factory=PendingVectors)
     result: StepOutput | None = None
 
 
@@ -168,14 +175,15 @@ class DeviceRunner(BaseRunner):
         if host_cache is not None:
             self.queue.submit(lambda: host_cache.swap(out))
         self._update_state(out)
-        rows = StepRows.of(out)
+        pooled = self.pooling.rows(out, np.cumsum([0, *out.num_scheduled_tokens]).tolist())
+        rows = StepRows.of(pooled.without_logits(out))
         if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
             self.num_collected_first += 1
             self._read_all()
         buffers = self._next_buffers()
         started, forward_end, ended = (self.queue.event() for _ in range(3))
         admissions = self._admissions[rows.slot_of_logits]
-        ticket = buffers.owner = _Ticket(out, rows, buffers, launched, admissions, started, forward_end, ended)
+        ticket = buffers.owner = _Ticket(out, rows, pooled, buffers, launched, admissions, started, forward_end, ended)
         _, ticket.failure = attempt(lambda: self._launch(ticket), self.device)
         if ticket.failure:
             self.queue.submit(ticket.ended.record)
@@ -204,7 +212,8 @@ class DeviceRunner(BaseRunner):
 
     def padding_step(self, size: StepSize) -> DeviceStep:
         """A step of `size` without rows; its upload must be copied before another step is launched."""
-        return self._stage(SchedulerOutput(), StepRows.of(SchedulerOutput()), size, self._next_buffers().upload)
+        nothing = SchedulerOutput()
+        return self._stage(nothing, StepRows.of(nothing), PooledRows(), size, self._next_buffers().upload)
 
     def _padding(self, size: StepSize) -> Padding:
         step = self.padding_step(size)
@@ -213,13 +222,14 @@ class DeviceRunner(BaseRunner):
 
     # -- on the device: tensors at fixed addresses and host ints only ------------------------
 
-    def forward_step(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor]]:
-        """Make the step's inputs and run the model: logits [size.logits, V], and those of `asked` in chunks."""
+    def forward_step(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], Tensor]:
+        """Make the step's inputs and run the model: see `ForwardPass`."""
         size, inputs = step.size, self.inputs
         make_inputs(size, step.lines, step.new_blocks, step.new_tokens, self.device_state, inputs)
         tokens, positions = inputs.input_ids[: size.tokens], inputs.positions[: size.tokens]
         with forward_context(step.metadata, self.backend):
-            return self.forward(tokens[None], positions[None], inputs.logits_indices[: size.logits], step.asked_indices)
+            keep, asked = inputs.logits_indices[: size.logits], step.asked_indices
+            return self.forward(tokens[None], positions[None], keep, asked, step.pooled_indices)
 
     def finish_step(self, step: DeviceStep, logits: Tensor) -> SamplerOutput:
         """Sample, and put the tokens where the next step finds them.  Doing it again changes nothing."""
@@ -229,10 +239,10 @@ class DeviceRunner(BaseRunner):
 
     def _outputs(self, step: DeviceStep) -> tuple[Tensor, Tensor]:
         """The outputs of a graph: logits [size.logits, V], and a token for each as its column says."""
-        logits, _ = self.forward_step(step)
+        logits, *_ = self.forward_step(step)
         return logits, self.finish_step(step, logits).token_ids
 
-    def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], SamplerOutput | None] | None:
+    def _replayed(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], Tensor, SamplerOutput | None] | None:
         """Run the step by its graph, if it has one: the result of `forward_step`, and the sampled tokens.
 
         Masks, edits and log probabilities differ from step to step and are in no graph.  A step that has them is
@@ -243,7 +253,7 @@ class DeviceRunner(BaseRunner):
             return None
         logits, token_ids = outputs
         plain = not (step.sampling.masks or step.sampling.edits or step.sampling.logprobs)
-        return logits, (), SamplerOutput(token_ids, [], None) if plain else None
+        return logits, (), logits[:0], SamplerOutput(token_ids, [], None) if plain else None
 
     # -- launch --------------------------------------------------------------------------------
 
@@ -257,17 +267,19 @@ class DeviceRunner(BaseRunner):
     def _launch(self, ticket: _Ticket) -> None:
         out, rows = ticket.out, ticket.rows
         try:
-            step = self._stage(out, rows, self.size_of(rows), ticket.buffers.upload)
+            step = self._stage(out, rows, ticket.pooled, self.size_of(rows), ticket.buffers.upload)
         except BaseException:  # possibly raised by a rule
             slots, positions, history = rows.slot_of_logits, rows.position_of_logits + 1, self.device_state.token_ids
             if not self.faults.find(slots, positions, self.state.token_ids, history):
                 raise
-            step = self._stage(out, rows, self.size_of(rows), ticket.buffers.upload)
+            step = self._stage(out, rows, ticket.pooled, self.size_of(rows), ticket.buffers.upload)
         ticket.row_failures = self.faults.of(out.slots)
         self.queue.submit(lambda: self._run(step, ticket))
         self.rows.sent(ticket.rows)
 
-    def _stage(self, out: SchedulerOutput, rows: StepRows, size: StepSize, host: Tensor) -> DeviceStep:
+    def _stage(
+        self, out: SchedulerOutput, rows: StepRows, pooled: PooledRows, size: StepSize, host: Tensor
+    ) -> DeviceStep:
         """Write all data of the host about a step to `host`, pinned."""
         upload = StepUpload(host, self._upload)
         lines, device_lines, new_blocks = self.rows.write(out, rows, size, upload)
@@ -280,9 +292,21 @@ class DeviceRunner(BaseRunner):
         starts = lines[Line.QUERY_START, : size.rows + 1].tolist()
         asked = self.prompt_logprobs.asked(out, starts)
         asked_indices, next_token_ids = upload.put(asked.indices), upload.put(asked.next_token_ids)
+        pooled_indices = upload.put(pooled.indices)
         metadata = self._metadata(rows, size, starts, device_lines)
         return DeviceStep(
-            size, upload, device_lines, new_blocks, new_tokens, metadata, sampling, asked, asked_indices, next_token_ids
+            size,
+            upload,
+            device_lines,
+            new_blocks,
+            new_tokens,
+            metadata,
+            sampling,
+            asked,
+            asked_indices,
+            next_token_ids,
+            pooled,
+            pooled_indices,
         )
 
     def _metadata(self, rows: StepRows, size: StepSize, starts: list[int], lines: Tensor) -> AttentionMetadata:
@@ -311,7 +335,7 @@ class DeviceRunner(BaseRunner):
         step.upload.copy()
         for hook in self.hooks:
             hook.step(ticket.out, step.metadata)
-        logits, more, sampled = self._replayed(step) or (*self.forward_step(step), None)
+        logits, more, hidden, sampled = self._replayed(step) or (*self.forward_step(step), None)
         if sampled is None:
             ticket.forward_end.record()
             ticket.has_forward_end = True
@@ -320,6 +344,7 @@ class DeviceRunner(BaseRunner):
             buffers.token_ids[:num_logits].copy_(ticket.sampled.token_ids[:num_logits], non_blocking=True)
         if step.asked.counts:  # the entries outlive the upload, which the next step overwrites
             ticket.prompt_logprobs = step.asked.launch(more, step.next_token_ids.clone())
+        ticket.vectors = self.pooling.launch(step.pooled, hidden)
         ticket.ended.record()
 
     def _new_buffers(self, num_bytes: int, max_num_tokens: int) -> _Buffers:
@@ -362,6 +387,7 @@ class DeviceRunner(BaseRunner):
         self.state.put_tokens(slots[same], rows.position_of_logits[same] + 1, np.maximum(token_ids[same], 0))
         step = step_output(ticket.out, rows.row_of_logits, token_ids, ticket.sampled)
         step.prompt_logprobs = ticket.prompt_logprobs.take()
+        ticket.vectors.give(step)
         fail_rows(step, ticket.row_failures)
         return step
 

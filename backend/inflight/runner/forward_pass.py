@@ -1,8 +1,9 @@
-"""A model's forward pass, and its head once more for positions with too many logits to fit at once.
+"""A model's forward pass: logits, hidden states, and its head once more for positions with too many logits at once.
 
 Log probabilities of a prompt need logits at all of its positions: [2048, 151936] in float32 are 1.2 GB.  transformers'
 models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So the
 decoder's output of a step is kept, and the model is called again, chunk by chunk, with a decoder that returns it.
+That output also is the hidden states that vectors are made of.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, cat
 
-__all__ = ["ForwardPass"]
+from inflight.loading.forward.native_decoder import NativeDecoder
+
+__all__ = ["ForwardPass", "NoHiddenStates", "yields_hidden"]
 
 _MIN_ROWS = 256  # fewer would read the head's weights too often
+
+_NOTHING = torch.empty(0, 0)
+
+
+class NoHiddenStates(RuntimeError):
+    """The model does not show the hidden states that its head takes."""
 
 
 class ForwardPass:
@@ -28,24 +38,35 @@ class ForwardPass:
     def __init__(self, model: Any, max_num_seqs: int) -> None:
         self.max_rows = max(max_num_seqs, _MIN_ROWS)
         self._model = model
+        self._is_native = isinstance(model, NativeDecoder)
         self._decoder = _decoder_of(model)
 
     def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor
-    ) -> tuple[Tensor, Iterable[Tensor]]:
+        self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         """Run the model over int64 [1, T] tokens, in a forward context.
 
         Args:
             keep: int64 [N], tokens among the T.
             asked: int64 [P], likewise.
+            hidden: int64 [Q], likewise.
 
         Returns:
             Logits [N, V] of `keep`, and those of `asked` in chunks of at most `max_rows`, each computed when it is
-            taken.  A model whose head cannot run alone, such as the native decoder, computes them all at once.
+            taken.  A model whose head cannot run alone, such as the native decoder, computes them all at once.  And the
+            hidden states [Q, H] of `hidden`, after the final norm.
+
+        Raises:
+            NoHiddenStates: the model has none for `hidden`.
         """
         inputs = dict(input_ids=input_ids, position_ids=position_ids)
-        if not len(asked):
-            return self._logits(inputs, keep), ()
+        if self._is_native:
+            rows = cat([keep, asked]) if len(asked) else keep
+            result = self._model(**inputs, use_cache=False, logits_to_keep=rows, hidden_to_keep=hidden)
+            logits = result.logits[0]
+            return logits[: len(keep)], logits[len(keep) :].split(self.max_rows) if len(asked) else (), result.hidden
+        if not len(asked) and not len(hidden):
+            return self._logits(inputs, keep), (), _NOTHING
         if self._decoder is not None:
             outputs: list[Any] = []
             hook = self._decoder.register_forward_hook(lambda module, args, output: outputs.append(output))
@@ -54,10 +75,12 @@ class ForwardPass:
             finally:
                 hook.remove()
             if outputs:
-                return logits, self._chunks(self._decoder, outputs[0], inputs, asked)
+                return logits, self._chunks(self._decoder, outputs[0], inputs, asked), outputs[0][0][0][hidden]
             self._decoder = None  # this model calls something else; computing the step again changes nothing
+        if len(hidden):
+            raise NoHiddenStates(f"{type(self._model).__name__} does not show the hidden states that its head takes")
         logits = self._logits(inputs, cat([keep, asked]))
-        return logits[: len(keep)], logits[len(keep) :].split(self.max_rows)
+        return logits[: len(keep)], logits[len(keep) :].split(self.max_rows), _NOTHING
 
     def _chunks(self, decoder: Any, output: Any, inputs: dict[str, Tensor], asked: Tensor) -> Iterator[Tensor]:
         """Logits of `asked`, from the decoder's output."""
@@ -74,6 +97,11 @@ class ForwardPass:
 
     def _logits(self, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
         return self._model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
+
+
+def yields_hidden(model: Any) -> bool:
+    """Whether the model shows the hidden states that its head takes, as far as its structure tells."""
+    return isinstance(model, NativeDecoder) or _decoder_of(model) is not None
 
 
 def _decoder_of(model: Any) -> Any:

@@ -44,7 +44,7 @@ def fail_rows(step: StepOutput, reasons: Mapping[int, str]) -> None:
     for row, reason in reasons.items():
         step.row_failures[row] = reason
         step.token_ids[row] = -1
-        for found in (step.token_runs, step.logprobs, step.prompt_logprobs):
+        for found in (step.token_runs, step.logprobs, step.prompt_logprobs, step.pooled):
             found.pop(row, None)  # type: ignore[attr-defined]
 
 
@@ -138,7 +138,7 @@ def run_without_faulty_rows(
     for first, end in ((0, middle), (middle, len(out.slots))):
         part = run_without_faulty_rows(run, *_part(out, inputs, first, end), device)
         whole.token_ids += part.token_ids
-        for name in ("token_runs", "logprobs", "prompt_logprobs", "row_failures"):
+        for name in ("token_runs", "logprobs", "prompt_logprobs", "pooled", "row_failures"):
             getattr(whole, name).update({first + row: value for row, value in getattr(part, name).items()})
     return whole
 

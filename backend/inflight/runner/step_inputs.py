@@ -84,7 +84,7 @@ class DeviceState:
     """The device's copy of the requests that hold a slot.  The last slot is void: padding reads and writes it.
 
     Attributes:
-        token_ids: int32 [max_num_seqs + 1, max_model_len]; prompt and output, then drafts, void behind them.
+        token_ids: int32 [max_num_seqs + 1, max_model_len + 1]; prompt and output, then drafts, void behind them.
         block_table: int32 [max_num_seqs + 1, blocks of max_model_len].
         block_size: tokens per block.
     """
@@ -97,7 +97,7 @@ class DeviceState:
     def allocate(cls, max_num_seqs: int, max_model_len: int, block_size: int, device: torch.device) -> DeviceState:
         slots, max_blocks = max_num_seqs + 1, -(-max_model_len // block_size)
         return cls(
-            torch.zeros(slots, max_model_len, dtype=torch.int32, device=device),
+            torch.zeros(slots, max_model_len + 1, dtype=torch.int32, device=device),
             torch.zeros(slots, max_blocks, dtype=torch.int32, device=device),
             block_size,
         )

@@ -31,7 +31,7 @@ from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.base import OrderPolicy
 from inflight.engine.policies.deadline_admission import AdmissionRecord
 from inflight.engine.policies.tenant_accounts import TenantAccounts
-from inflight.engine.request import Request, Status
+from inflight.engine.request import FinishReason, Request, Status
 
 __all__ = ["LoadShedding"]
 
@@ -171,7 +171,7 @@ class LoadShedding(EngineListener):
             self._computed += 0.1 * (1.0 - hits / queries - self._computed)
 
     def ended(self, request: Request) -> None:
-        if not request.num_output_tokens:
+        if not request.num_output_tokens and request.finish_reason is FinishReason.ABORT:
             return  # it never ran: `_forget_late`
         deadline = self._foretold.pop(request, None)
         if deadline is not None:

@@ -13,6 +13,7 @@ __all__ = [
     "GAUGE",
     "HISTOGRAM",
     "METRICS",
+    "POOLING_TASKS",
     "MetricSpec",
     "buckets_1_2_5",
 ]
@@ -28,6 +29,8 @@ ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancel
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Positions in a draft; later ones are not counted by position.
 DRAFT_POSITIONS = tuple(map(str, range(8)))
+# What vectors are asked for.
+POOLING_TASKS = ("embed", "score", "classify")
 
 
 class MetricSpec(NamedTuple):
@@ -104,6 +107,12 @@ METRICS: tuple[MetricSpec, ...] = (
         COUNTER,
         "Requests that ended with an error, by the kind of it.",
         label=("reason", ENDINGS),
+    ),
+    MetricSpec(
+        "inflight_pooled_total",
+        COUNTER,
+        "Texts that were embedded, scored or classified, by the task.",
+        label=("task", POOLING_TASKS),
     ),
     MetricSpec("inflight_engine_deaths_total", COUNTER, "Times that the engine process died while serving."),
     MetricSpec("inflight_engine_restarts_total", COUNTER, "Times that the engine process was started again."),

@@ -269,7 +269,10 @@ class Metrics:
         if stream.first_token_time is not None and longest > 1:
             gap = (stream.end_time - stream.first_token_time) / (longest - 1)
             found.append(("inflight_request_time_per_output_token_seconds", gap))
+        pooling = sent.attached.pooling if sent.attached is not None else None
         with self._lock:
+            if pooling is not None:
+                self._counts["inflight_pooled_total", pooling.task] += 1
             self._observations += found
             self._count_sequences(stream, None)
 

@@ -57,6 +57,10 @@ def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tok
         "reasoning_opened": tags is not None and prompt.rstrip().endswith(tags[0]),
         "reasoning_token_ids": None if tags is None else _ids_of(tags, tokenizer),
         "special_tokens": tokenizer.special_tokens(),
+        "generates": ready.pooler.generates,
+        "pooling_tasks": ready.pooler.tasks,
+        "embedding_size": ready.pooler.size,
+        "labels": ready.pooler.labels,
         "fim_template": None if fim is None else fim[0],
         "fim_stop_token_ids": [] if fim is None else [end for end in fim[1] if end < ready.vocab_size],
     }

@@ -39,7 +39,6 @@ from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWat
 from inflight.frontend.output.open_limit import OpenLimit
 from inflight.frontend.output.pacing import Pacing
 from inflight.frontend.output.request_state import RequestState
-from inflight.frontend.output.response_tensors import response_outputs
 from inflight.frontend.output.send_queue import SLICE, SendQueue
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.responder import Responder
@@ -325,7 +324,7 @@ class OutputProcessor:
             return self._end(stream) if stream.settled else None
         for index in stream.take_inbox(SLICE):
             self._engine.abort(stream.request_id, index)
-        if stream.first_token_time is None and stream.num_output_tokens:
+        if stream.first_token_time is None and (stream.num_output_tokens or stream.pooled is not None):
             stream.first_token_time = time.monotonic()
             self._stats.first_token(stream)
         if stream.finished:
@@ -355,10 +354,7 @@ class OutputProcessor:
         start = time.monotonic()
         parts = stream.parts(final)
         for number, sequences in enumerate(parts, 1):
-            outputs = response_outputs(
-                stream.request, sequences, stream.take_prompt_logprobs(), stream.num_cached_tokens
-            )
-            stream.responder.send(outputs, final and number == len(parts))
+            stream.responder.send(stream.outputs(sequences), final and number == len(parts))
         stream.sent()
         stream.sent_time, stream.due = time.monotonic(), 0.0
         if self._pacing is not None:

@@ -8,10 +8,16 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
+import numpy as np
 
 from inflight.engine.messages import AddRequest, SequenceDelta, SequenceTimes
 from inflight.frontend.errors import RequestError
-from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs, spelling_tokenizer
+from inflight.frontend.output.response_tensors import (
+    SequenceOutput,
+    response_outputs,
+    sequence_outputs,
+    spelling_tokenizer,
+)
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.responder import Responder
 from inflight.frontend.text.logprobs_json import entry_texts
@@ -30,6 +36,7 @@ class RequestState:
         last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: no early end.
         prompt_logprobs: the JSON of each token that has arrived, until they are sent; None if not requested.
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
+        pooled: the vector of a request with pooling, float32, once it has arrived.
         times: what the engine reports about sequences of a traced request, by index.
         admitted_time: `time.monotonic()` seconds when a traced request first ran; None until its first token.
         settled: the metrics include its end, so its last response can be sent.
@@ -56,6 +63,7 @@ class RequestState:
         self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.num_cached_tokens: int | None = None
         self.times: dict[int, SequenceTimes] = {}
+        self.pooled: bytes | None = None
         self.admitted_time: float | None = None
         self.settled = False
         self.sent_time = self.due = 0.0
@@ -149,6 +157,8 @@ class RequestState:
                 self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
             if self.num_cached_tokens is None:  # the first sequence that runs reports the prompt's
                 self.num_cached_tokens = delta.num_cached_tokens
+            if delta.pooled is not None:
+                self.pooled = delta.pooled
             if delta.times is not None:
                 self.times[delta.index] = delta.times
                 self.admitted_time = self.admitted_time or delta.times.admitted
@@ -180,11 +190,17 @@ class RequestState:
             message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
         )
 
+    def outputs(self, sequences: list[SequenceOutput]) -> dict[str, np.ndarray]:
+        """The tensors of a response with these sequences; what they contain counts as sent."""
+        if self.pooled is not None:
+            return {"pooled": np.frombuffer(self.pooled, dtype=np.float32)}
+        return response_outputs(self.request, sequences, self._take_prompt_logprobs(), self.num_cached_tokens)
+
     def sent(self) -> None:
         """A response with everything so far was sent."""
         self._num_sent_tokens = self.num_output_tokens
 
-    def take_prompt_logprobs(self) -> list[str] | None:
+    def _take_prompt_logprobs(self) -> list[str] | None:
         """For the first response; None from then on."""
         logprobs, self.prompt_logprobs = self.prompt_logprobs, None
         return logprobs

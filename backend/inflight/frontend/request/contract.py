@@ -62,7 +62,7 @@ RETURN_FLAGS = (
 SCHEDULING = ("request_priority", "tenant", "cache_salt")
 
 INPUTS: tuple[TensorSpec, ...] = (
-    *_specs("TYPE_STRING", _ONE, "text_input", "messages"),
+    *_specs("TYPE_STRING", _ONE, "text_input", "messages", "pooling", "embedding_request"),
     *_specs("TYPE_INT64", _ANY, "input_ids"),
     *_specs("TYPE_BOOL", _ONE, "stream"),
     *_specs("TYPE_STRING", _ONE, "sampling_parameters"),
@@ -87,6 +87,9 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_FP32", _ANY, "cum_log_probs"),
     *_specs("TYPE_FP32", _TABLE, "output_log_probs"),
     *_specs("TYPE_INT32", _ONE, "sequence_index", "batch_index"),
+    *_specs("TYPE_FP32", _TABLE, "pooled"),
+    *_specs("TYPE_INT32", _ANY, "pooled_token_counts"),
+    *_specs("TYPE_STRING", _ANY, "labels"),
 )
 
 # Request parameters that Triton, its clients and proxies add: never sampling keys.  Triton's

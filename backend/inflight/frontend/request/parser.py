@@ -27,7 +27,9 @@ from inflight.frontend.request.trace_context import RequestTrace, trace_of
 from inflight.frontend.request.values import field_of, to_bool, to_float, to_int, to_text
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
-__all__ = ["RequestParser"]
+__all__ = ["NO_TEXT", "RequestParser"]
+
+NO_TEXT = "this checkpoint has no language model head, so it generates no text; send the input pooling"
 
 _INT32 = (-(2**31), 2**31 - 1)
 
@@ -39,6 +41,7 @@ class RequestParser:
         config: engine options (`default_max_tokens`, `exclude_input_in_output`, `seed`, `wire_format`, and the limits).
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
         number: of this frontend among the frontends of the engine: their seeds differ.
+        generates: the checkpoint has a language model head.
 
     Attributes:
         prompts: reads prompts.
@@ -54,8 +57,10 @@ class RequestParser:
         vocab_size: int,
         eos_token_ids: Sequence[int] = (),
         number: int = 0,
+        generates: bool = True,
     ) -> None:
         self._config = config
+        self._generates = generates
         self._header = config.tenant_header
         self._tokenizer = tokenizer
         self.prompts = PromptReader(tokenizer, chat, max_model_len, vocab_size)
@@ -69,6 +74,8 @@ class RequestParser:
 
     def parse(self, wire: WireRequest) -> ParsedRequest:
         """Raises RequestError (INVALID_ARG): the message quotes the value and says what is allowed."""
+        if not self._generates:
+            raise RequestError("INVALID_ARG", NO_TEXT)
         try:
             return self._parse(wire)
         except (TokenizerError, LimitError) as error:
@@ -99,26 +106,23 @@ class RequestParser:
             vocab_size=self._vocab_size,
         )
         prepends &= not resumed.token_ids  # the client has it already
-        timeout = _timeout(wire)
-        trace = self._trace(wire, "chat" if "messages" in inputs else "text_completion")
+        scheduling = self.scheduling(wire, fields)
+        trace = self.trace_of(wire, "chat" if "messages" in inputs else "text_completion")
         return ParsedRequest(
             AddRequest(
                 request_id=0,
                 prompt_token_ids=prompt,
                 params=params,
-                priority=field_of(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
-                tenant=self._tenant(fields, wire.parameters),
-                deadline=None if timeout is None else wire.received + timeout,
-                cache_salt=self._name(fields, "cache_salt"),
                 arrival=wire.received,
                 output_token_ids=resumed.token_ids,
                 attached=None if trace is None else Attached(traced=True),
+                **scheduling,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
             prepend_text=(text or self._tokenizer.decode(prompt)) if prepends else "",
             returns=returns | ({"return_prompt_logprobs"} if params.prompt_logprobs is not None else set()),
             shows_logprobs=keys.params.logprobs is not None,
-            timeout=timeout,
+            timeout=_timeout(wire),
             cumulative_logprobs=resumed.cumulative_logprobs,
             ends=resumed.ends,
             cumulative=keys.output_kind == CUMULATIVE,
@@ -127,7 +131,18 @@ class RequestParser:
             trace=trace,
         )
 
-    def _trace(self, wire: WireRequest, operation: str) -> RequestTrace | None:
+    def scheduling(self, wire: WireRequest, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields of `AddRequest` that say whose a request is and when it is due."""
+        timeout = _timeout(wire)
+        return {
+            "priority": field_of(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
+            "tenant": self._tenant(fields, wire.parameters),
+            "deadline": None if timeout is None else wire.received + timeout,
+            "cache_salt": self._name(fields, "cache_salt"),
+        }
+
+    def trace_of(self, wire: WireRequest, operation: str) -> RequestTrace | None:
+        """For the span of a request; None: it has none."""
         return None if self._config.otlp_traces_endpoint is None else trace_of(wire.parameters, operation)
 
     def _tenant(self, fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from inflight.frontend.chat.chat_messages import has_template
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parsed_request import ParsedRequest
+from inflight.frontend.request.pooled_request import is_pooled
 from inflight.frontend.responder import Responder
 
 __all__ = ["TokenizePool"]
@@ -64,6 +65,7 @@ class TokenizePool:
         log_error: writes one line to the server's log.
         max_waiting_bytes: of text that waits for a thread; requests with long texts beyond it are refused.
         num_threads: threads for long texts; there is one more for chats, and one for chats with templates of their own.
+        open_pooled: reads a request for vectors, and opens its streams.
     """
 
     def __init__(
@@ -73,10 +75,12 @@ class TokenizePool:
         log_error: Callable[[str], None],
         max_waiting_bytes: int = _MAX_WAITING_BYTES,
         num_threads: int = _NUM_THREADS,
+        open_pooled: Callable[[WireRequest, Responder], None] | None = None,
     ) -> None:
         self._parse = parse
         self._output_processor = output_processor
         self._log_error = log_error
+        self._open_pooled = open_pooled
         self._max_waiting_bytes = max_waiting_bytes
         self._texts: PriorityQueue[_Waiting] = PriorityQueue()
         self._chats: PriorityQueue[_Waiting] = PriorityQueue()
@@ -163,7 +167,9 @@ class TokenizePool:
         self._serve(waiting.wire, waiting.responder, waiting.answer)
 
     def _serve(self, wire: WireRequest, responder: Responder, answer: Answer | None) -> None:
-        if answer is None:
+        if answer is None and self._open_pooled is not None and is_pooled(wire):
+            self._open_pooled(wire, responder)
+        elif answer is None:
             self._output_processor.open(self._parse(wire), responder)
         else:
             self._output_processor.respond(responder, answer(wire))

@@ -38,6 +38,7 @@ class _Backend(Protocol):
     """The interface to a tokenizer library."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode_pair(self, one: str, other: str) -> list[int]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def decode_all(self, ids: list[int]) -> str: ...
     def entry(self, token_id: int) -> str: ...
@@ -58,6 +59,10 @@ class _Fast:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds Python's lock: a long text would stop all threads of the process for seconds.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
+
+    def encode_pair(self, one: str, other: str) -> list[int]:
+        (encoding,) = self._tokenizer.encode_batch_fast([(one, other)], add_special_tokens=True)
         return encoding.ids
 
     def decode_all(self, ids: list[int]) -> str:
@@ -86,6 +91,9 @@ class _Slow:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def encode_pair(self, one: str, other: str) -> list[int]:
+        return self._tokenizer.encode(one, other)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(
@@ -133,6 +141,9 @@ class _Absent:
             f"{self._source} has no tokenizer, so prompts, stop and bad words cannot be text: give token ids, or set "
             '"tokenizer" to a checkpoint that has one'
         )
+
+    def encode_pair(self, one: str, other: str) -> list[int]:
+        return self.encode(one, True)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return ""
@@ -234,6 +245,14 @@ class Tokenizer:
             TokenizerError: the tokenizer is absent.
         """
         return self._backend.encode(text, add_special_tokens)
+
+    def encode_pair(self, one: str, other: str) -> list[int]:
+        """Token ids of two texts in one prompt, with the special tokens that the post-processor puts around a pair.
+
+        Raises:
+            TokenizerError: the tokenizer is absent.
+        """
+        return self._backend.encode_pair(one, other)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

@@ -95,8 +95,8 @@ class Pass {
     sin_ = reinterpret_cast<float*>(arena.take(count_ * decoder_.rotary_size / 2 * sizeof(float)));
     qkv_ = arena.take(count_ * width_ * element_);
     attended_ = arena.take(count_ * out_width_ * element_);
-    selected_hidden_ = reinterpret_cast<float*>(arena.take(tokens_.num_logits * hidden_bytes));
-    selected_attended_ = arena.take(tokens_.num_logits * out_width_ * element_);
+    selected_hidden_ = reinterpret_cast<float*>(arena.take(num_selected() * hidden_bytes));
+    selected_attended_ = arena.take(num_selected() * out_width_ * element_);
     scratch_ = take_scratch(arena, kChunkRows * team_.size());
     return arena.end() - memory;
   }
@@ -122,10 +122,12 @@ class Pass {
       attention_.work();
       team_.barrier();
     }
-    if (tokens_.num_logits > 0) finish(local);
+    if (num_selected() > 0) finish(local);
   }
 
  private:
+  int64_t num_selected() const { return tokens_.num_logits + tokens_.num_hidden; }
+
   struct Stream {
     float* hidden;
     char* attended;
@@ -219,24 +221,40 @@ class Pass {
     multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual, scratch);
   }
 
-  // The rest of the last layer, and the logits, for the requested tokens only.
+  // The rest of the last layer for the requested tokens only, then logits of some and hidden states of the others.
   void finish(const Scratch& local) {
     const int64_t size = decoder_.hidden_size, bytes = out_width_ * element_;
     const Stream selected = {selected_hidden_, selected_attended_};
-    team_.each(tokens_.num_logits, [&](int64_t begin, int64_t end) {
+    team_.each(num_selected(), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t token = tokens_.logits_indices[i];
+        const int64_t other = i - tokens_.num_logits;
+        const int64_t token = other < 0 ? tokens_.logits_indices[i] : tokens_.hidden_indices[other];
         std::memcpy(selected.hidden + i * size, hidden_ + token * size, size * sizeof(float));
         std::memcpy(selected.attended + i * bytes, attended_ + token * bytes, bytes);
       }
     });
-    const int64_t vocabulary = decoder_.head.out_features;
-    over_rows(tokens_.num_logits, local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+    over_rows(num_selected(), local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
       after_attention(team, decoder_.layers[decoder_.num_layers - 1], selected, scratch, begin, end);
-      norm(team, decoder_.final_norm, selected.hidden + begin * size, end - begin, scratch);
-      char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
-      multiply(team, decoder_.head, {scratch.normed, size, end - begin},
-               {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch);
+      const int64_t middle = std::clamp(tokens_.num_logits, begin, end);
+      if (begin < middle) put_logits(team, scratch, begin, middle);
+      if (middle < end) put_hidden(team, middle, end);
+    });
+  }
+
+  void put_logits(Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
+    const int64_t size = decoder_.hidden_size, vocabulary = decoder_.head.out_features;
+    norm(team, decoder_.final_norm, selected_hidden_ + begin * size, end - begin, scratch);
+    char* logits = reinterpret_cast<char*>(tokens_.logits + begin * vocabulary);
+    multiply(team, decoder_.head, {scratch.normed, size, end - begin},
+             {Into::kFloats, logits, vocabulary, decoder_.logits_factor, dtype_}, scratch);
+  }
+
+  void put_hidden(Team* team, int64_t begin, int64_t end) {
+    const int64_t size = decoder_.hidden_size, first = tokens_.num_logits;
+    each(team, end - begin, [&](int64_t from, int64_t to) {
+      const float* rows = selected_hidden_ + (begin + from) * size;
+      char* out = reinterpret_cast<char*>(tokens_.hidden + (begin + from - first) * size);
+      kernels_.norm(rows, to - from, size, decoder_.final_norm, decoder_.eps, out, kFloat32);
     });
   }
 

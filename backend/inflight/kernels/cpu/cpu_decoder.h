@@ -14,6 +14,9 @@ struct Tokens {
   const int64_t* logits_indices;  // tokens whose logits are computed, in the order of the result
   int64_t num_logits;
   float* logits;
+  const int64_t* hidden_indices;  // tokens whose hidden states after the final norm are wanted, likewise
+  int64_t num_hidden;
+  float* hidden;
 };
 
 void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype, char* out, int threads);

@@ -131,19 +131,26 @@ class DecoderTables:
 
 
 def forward(
-    tables: DecoderTables, batch: CpuBatch, input_ids: Tensor, positions: Tensor, logits_indices: Tensor
-) -> Tensor:
+    tables: DecoderTables,
+    batch: CpuBatch,
+    input_ids: Tensor,
+    positions: Tensor,
+    logits_indices: Tensor,
+    hidden_indices: Tensor,
+) -> tuple[Tensor, Tensor]:
     """One ragged forward pass over T tokens; writes their keys and values to the pool.
 
     Args:
         batch: the step's batch as prepared by `CpuAttention`.
         input_ids, positions: int64 [T], contiguous.
         logits_indices: int64 [K], the tokens whose logits are computed.
+        hidden_indices: int64 [P], the tokens whose hidden states after the final norm are returned.
 
     Returns:
-        float32 [K, vocab_size].
+        float32 [K, vocab_size] and [P, hidden_size].
     """
     logits = torch.empty(len(logits_indices), tables.head.out_features)
+    hidden = torch.empty(len(hidden_indices), tables.embedding.shape[1])
     library().inflight_ops_forward(
         tables.address,
         batch.address,
@@ -152,6 +159,9 @@ def forward(
         logits_indices.data_ptr(),
         len(logits_indices),
         logits.data_ptr(),
+        hidden_indices.data_ptr(),
+        len(hidden_indices),
+        hidden.data_ptr(),
         torch.get_num_threads(),
     )
-    return logits
+    return logits, hidden

@@ -10,6 +10,7 @@ from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file, snapshot
+from inflight.loading.checkpoint.headless import is_headless
 from inflight.loading.load_errors import LoadError, in_one_line
 
 __all__ = ["dtype_of", "eos_token_ids", "max_model_len", "read_config"]
@@ -27,9 +28,12 @@ def read_config(config: EngineConfig) -> Any:
     except CheckpointFileError as error:
         raise LoadError(str(error)) from None
     try:
-        return AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
+        found = AutoConfig.from_pretrained(source, revision=config.revision, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         raise LoadError(f"model={config.model!r} is not a readable checkpoint: {in_one_line(error)}") from error
+    if is_headless(config):  # the logits of its embedding mean nothing, but the model can be checked as any other
+        found.tie_word_embeddings = found.get_text_config(decoder=True).tie_word_embeddings = True
+    return found
 
 
 def dtype_of(name: str, text_config: Any) -> torch.dtype:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, cat
 
 from inflight.hub import snapshot
 from inflight.loading.quantization.packing import Header
@@ -39,6 +39,12 @@ class TensorFiles:
             with safe_open(file, framework="pt") as tensors:
                 found |= {name: tensors.get_tensor(name) for name in wanted if self._files[name] == file}
         return found
+
+    def rows(self, name: str, indices: Iterable[int]) -> Tensor:
+        """Some rows of one tensor, on the CPU; reads no others."""
+        with safe_open(self._files[name], framework="pt") as tensors:
+            part = tensors.get_slice(name)
+            return cat([part[index : index + 1] for index in indices])
 
 
 def headers_of(file: Path) -> dict[str, Header]:

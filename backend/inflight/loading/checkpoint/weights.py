@@ -34,13 +34,14 @@ from inflight.loading.quantization.schemes import scheme_of
 __all__ = ["check_weights_fit", "dummy_weights", "from_config", "pretrained"]
 
 # Tensors that belong to no module and change no logits: scales of an fp8 KV cache, tables that older versions of
-# transformers saved, and causal masks [1, 1, n, n] (`_is_mask`).
+# transformers saved, the head of a classifier (`loading/pooler.py`), and causal masks [1, 1, n, n] (`_is_mask`).
 _IGNORED = re.compile(
     r"\.(q|k|v|prob|kv)_scale$|\.kv_cache_scaling_factor$|\.[kv]_proj\.output_scale$"
-    r"|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
+    r"|^score\.weight$|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
 _CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
 _PACKED, _SCALES = ("qweight", "weight_packed"), ("scales", "weight_scale")  # of codes in int32
+_SCORE = "score.weight"  # of a classifier
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
 
@@ -206,7 +207,8 @@ def pretrained(
         output_loading_info=True,
     )
     try:
-        with nullcontext() if read_elsewhere is None else _quietly():
+        is_expected = read_elsewhere is None and _SCORE not in _stored(config)
+        with nullcontext() if is_expected else _quietly():
             if "state_dict" in options:
                 made: Any = type(from_config(config, hf_config, dtype, torch.device("meta")))
                 model, report = made.from_pretrained(None, **options)

@@ -27,6 +27,8 @@ from inflight.ops.base import HeadNorms
 
 __all__ = ["NativeDecoder", "native_decoder"]
 
+_NO_TOKENS = torch.empty(0, dtype=torch.int64)
+
 
 class NativeDecoder:
     """Called like the transformers model that it replaces, in a forward context of `CpuAttention`."""
@@ -37,17 +39,26 @@ class NativeDecoder:
         self.dtype = tables.embedding.dtype
 
     def __call__(
-        self, input_ids: Tensor, position_ids: Tensor, logits_to_keep: Tensor | int = 0, use_cache: bool = False
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor | int = 0,
+        use_cache: bool = False,
+        hidden_to_keep: Tensor = _NO_TOKENS,
     ) -> SimpleNamespace:
         """input_ids, position_ids int64 [1, T]; logits of the last n tokens (0: all) or of int64 [K].
 
+        Args:
+            hidden_to_keep: int64 [P]; tokens whose hidden states after the final norm are returned.
+
         Returns:
-            `logits`, float32 [1, K, vocab_size].
+            `logits`, float32 [1, K, vocab_size], and `hidden`, float32 [P, hidden_size].
         """
         if isinstance(logits_to_keep, int):
             logits_to_keep = torch.arange(input_ids.shape[1])[-logits_to_keep:]
-        logits = native.forward(self.tables, current_batch(), input_ids[0], position_ids[0], logits_to_keep)
-        return SimpleNamespace(logits=logits[None])
+        tokens = input_ids[0], position_ids[0]
+        logits, hidden = native.forward(self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep)
+        return SimpleNamespace(logits=logits[None], hidden=hidden)
 
 
 def native_decoder(model: nn.Module, stored_as: Formats = UNCHANGED) -> tuple[NativeDecoder, Callable[[], None]] | str:

@@ -97,7 +97,7 @@ def first(request_id: int, index: int = 0) -> SequenceDelta:
 
 
 def stream(num_output: int, n: int = 1, seconds: float = 3.0, reason: str | None = "stop") -> Any:
-    engine_request = SimpleNamespace(prompt_token_ids=[1, 2, 3], params=SimpleNamespace(n=n))
+    engine_request = SimpleNamespace(prompt_token_ids=[1, 2, 3], params=SimpleNamespace(n=n), attached=None)
     sequence = SimpleNamespace(num_generated_tokens=num_output, ended=reason is not None, finish_reason=reason)
     return SimpleNamespace(
         request_id=1,

@@ -187,6 +187,10 @@ def test_the_facts() -> None:
         "reasoning_opened": False,
         "reasoning_token_ids": None,
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+        "generates": True,
+        "pooling_tasks": [],
+        "embedding_size": 0,
+        "labels": [],
         "fim_template": None,
         "fim_stop_token_ids": [],
     }
