@@ -10,8 +10,8 @@ The prompt is the script.  Plain text is echoed word by word; a JSON object says
     {"no_deadline": true}                            ignores the request's timeout
     {"report": "k"}                                  answers with what was seen under "k", as JSON
 
-`pooling` is answered with one response: embeddings [length of the input, 0.5], scores a hundredth of the document's length,
-classes ["bad", "good"], and a token for each character. An input that is a script fails as that says.
+`pooling` is answered with one response: embeddings [length of the input, 0.5], scores a hundredth of the document's
+length, probabilities of "bad" and "good"; a character is a token.  A first input that begins with "{" is a script.
 
 The request parameter `control` is answered with its value; "refused" is refused.  This file runs in
 Triton's stub, so it imports nothing of the project or its tests.

@@ -163,10 +163,12 @@ async def test_arrays_come_back_in_asyncio(address: str, protocol: Any) -> None:
 
 
 def test_errors_and_retries(client: Client, key: str, seen: Callable[..., dict[str, Any]]) -> None:
-    refused = json.dumps({"code": "INVALID_ARG", "error": "inputs[0]: an empty text: at least one character is expected"})
+    refused = json.dumps(
+        {"code": "INVALID_ARG", "error": "inputs[0]: an empty text: at least one character is expected"}
+    )
     with pytest.raises(InvalidRequestError, match=r"inputs\[0\]"):
         client.embed(refused)
-    busy = {"key": key, "fail_times": 2, "code": "UNAVAILABLE", "error": "the queue of 1 requests is full"}
+    busy = {"key": key, "fail_times": 2, "code": "UNAVAILABLE", "error": "the queue is full: 1 sequences are open"}
     assert client.embed(json.dumps(busy)).vectors.shape == (1, 2)
     assert seen(key)["requests"] == 3
     client.retries = RetryPolicy(max_attempts=1)
@@ -174,13 +176,16 @@ def test_errors_and_retries(client: Client, key: str, seen: Callable[..., dict[s
         client.embed(json.dumps({**busy, "key": key + "2"}))
 
 
-def test_a_request_for_vectors_is_cancelled(client: Client, key: str, seen: Callable[..., dict[str, Any]]) -> None:
-    text = json.dumps({"key": key, "first_after": 100})
+def test_a_request_for_vectors_is_cancelled(
+    client: Client, protocol: str, key: str, seen: Callable[..., dict[str, Any]]
+) -> None:
+    text = json.dumps({"key": key, "first_after": 20})
     stream = client.stream(pooling={"task": "embed", "inputs": [text]})
     threading.Thread(target=lambda: (seen(key, lambda report: report.get("running") == 1), stream.cancel())).start()
     with pytest.raises(RequestCancelledError):
         next(stream)
-    assert seen(key, lambda report: report["cancelled"] == 1)["finished"] == 0
+    if protocol == "grpc":  # Triton notices a closed HTTP connection only when it writes to it
+        assert seen(key, lambda report: report["cancelled"] == 1)["finished"] == 0
 
 
 def test_commands(address: str, protocol: str, tmp_path: Path) -> None:

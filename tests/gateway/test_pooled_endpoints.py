@@ -267,7 +267,7 @@ async def test_other_backends_and_models_are_refused_by_name(start):
 
 async def test_keys_limits_and_refusals_apply_as_elsewhere(start):
     front = await start(
-        lambda request: [UnavailableError("the queue of 4 requests is full", code="UNAVAILABLE")],
+        lambda request: [UnavailableError("the queue is full: 4 sequences are open", code="UNAVAILABLE")],
         api_keys=("key",),
         max_body_bytes=100,
     )
