@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from inflight_client.connection import Connection, ConnectionOptions, Protocol
 from inflight_client.endpoints import Routing, split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
 from inflight_client.pooled_calls import AsyncPooledCalls, PooledCalls
+from inflight_client.pooling import Pooled
 from inflight_client.questions import (
     Question,
     control_question,
@@ -140,6 +141,12 @@ class Client(_BaseClient, PooledCalls):
             for _ in stream:
                 pass
         return stream.result()
+
+    def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        with self.stream(pooling=pooling, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.pooled
 
     def health(self) -> bool:
         """Whether a server answers and is live."""
@@ -299,6 +306,12 @@ class AsyncClient(_BaseClient, AsyncPooledCalls):
             async for _ in stream:
                 pass
         return stream.result()
+
+    async def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        async with self.stream(pooling=pooling, **options) as stream:
+            async for _ in stream:
+                pass
+        return stream.pooled
 
     async def health(self) -> bool:
         """As `Client.health`."""

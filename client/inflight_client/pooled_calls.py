@@ -23,7 +23,6 @@ from inflight_client.pooling import (
     scores_of,
     scoring_of,
 )
-from inflight_client.stream import AsyncStream, Stream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -34,7 +33,8 @@ __all__ = ["AsyncPooledCalls", "PooledCalls"]
 class PooledCalls:
     """Of the blocking client."""
 
-    def stream(self, prompt: str | None = None, **options: Any) -> Stream:
+    def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        """The response to a request with `pooling` and other options of the client's `stream`."""
         raise NotImplementedError
 
     def embed(
@@ -101,17 +101,12 @@ class PooledCalls:
         pooling = classification_of(inputs, rest, raw_scores)
         return classes_of(self._pooled(pooling, rest))
 
-    def _pooled(self, pooling: Mapping[str, Any], options: dict[str, Any]) -> Pooled | None:
-        with self.stream(pooling=pooling, **options) as stream:
-            for _ in stream:
-                pass
-        return stream.pooled
-
 
 class AsyncPooledCalls:
     """Of the asyncio client; arguments, results and errors as in `PooledCalls`."""
 
-    def stream(self, prompt: str | None = None, **options: Any) -> AsyncStream:
+    async def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        """As of `PooledCalls`."""
         raise NotImplementedError
 
     async def embed(
@@ -155,9 +150,3 @@ class AsyncPooledCalls:
         rest: dict[str, Any] = dict(options)
         pooling = classification_of(inputs, rest, raw_scores)
         return classes_of(await self._pooled(pooling, rest))
-
-    async def _pooled(self, pooling: Mapping[str, Any], options: dict[str, Any]) -> Pooled | None:
-        async with self.stream(pooling=pooling, **options) as stream:
-            async for _ in stream:
-                pass
-        return stream.pooled
