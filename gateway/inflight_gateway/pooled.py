@@ -1,4 +1,4 @@
-"""What embeddings, scores, rankings and classes share: from a body to a request at Triton, and its answer."""
+"""The common part of embeddings, scores, rankings and classes: from a body to a request at Triton, and its answer."""
 
 from __future__ import annotations
 
