@@ -114,6 +114,8 @@ def _type(hint: Any) -> str:
         return ", ".join(_json(value) for value in get_args(hint))
     if get_origin(hint) in (Union, UnionType):
         return " or ".join(_type(part) for part in sorted(get_args(hint), key=lambda part: part is NoneType))
+    if get_origin(hint) is list:
+        return f"list of {_type(get_args(hint)[0])}"
     if get_origin(hint) is dict:
         return f"object of {_type(get_args(hint)[1])}"
     if isinstance(hint, type) and issubclass(hint, msgspec.Struct):

@@ -153,7 +153,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             token wastes one row, and a new request waits one step longer. "auto": on a GPU, not on a CPU.
         speculative_config: drafts of the next tokens; several are verified in one step, and outputs are the same.
             Keys as vLLM's, see docs/speculation.md. `None`: no drafts, except tokens that a grammar forces.
-        pooler_config, hf_overrides: what a checkpoint's files do not say about its embeddings and scores. Keys as
+        pooler_config, hf_overrides: details of embeddings and scores that a checkpoint's files leave open. Keys as
             vLLM's, see docs/pooling.md.
         block_size: tokens per KV block.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV pool.

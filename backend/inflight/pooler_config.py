@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -25,7 +25,12 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     pooling_type: _Kind | None = None
     normalize: bool | None = None
-    score_template: Union[Literal["qwen3"], tuple[str, str, str], None] = None
+    score_template: str | list[str] | None = None
+
+    def __post_init__(self) -> None:
+        given = self.score_template
+        if given not in (None, "qwen3") and (isinstance(given, str) or given is None or len(given) != 3):
+            raise ValueError(f'score_template={given!r}: must be "qwen3" or three texts')
 
 
 class HfOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,8 +46,12 @@ class HfOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """
 
     architectures: list[str] = []
-    classifier_from_token: tuple[str, str] | None = None
+    classifier_from_token: list[str] | None = None
     is_original_qwen3_reranker: bool = False
     method: Literal["from_2_way_softmax", "no_post_processing"] | None = None
     is_matryoshka: bool | None = None
     matryoshka_dimensions: list[_Size] | None = None
+
+    def __post_init__(self) -> None:
+        if self.classifier_from_token is not None and len(self.classifier_from_token) != 2:
+            raise ValueError(f"classifier_from_token={self.classifier_from_token}: must be two tokens, no and yes")

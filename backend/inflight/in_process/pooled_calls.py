@@ -82,7 +82,7 @@ class _Row:
 
 
 class PooledCalls:
-    """The methods of `LLM` whose results are vectors.  Their requests share the batches of those that generate."""
+    """The methods of `LLM` whose results are vectors.  Their requests share batches with text generation."""
 
     pooled_prompts: PooledPrompts
 

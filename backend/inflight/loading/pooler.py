@@ -51,7 +51,7 @@ class _Unsupported(ValueError):
 
 @dataclass
 class _Modules:
-    """What modules.json says.
+    """The content of modules.json.
 
     Attributes:
         kind: None: nothing.

@@ -80,16 +80,13 @@ class ModelRunner(BaseRunner):
         for hook in self.hooks:
             hook.step(out, inputs.metadata)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
-        pooled = self.pooling.rows(out, inputs.metadata.query_start_loc_cpu)
-        inputs = pooled.without_logits_in(inputs)
-        keep, ask, pool = (
-            upload(indices, self.device) for indices in (inputs.logits_indices, asked.indices, pooled.indices)
-        )
+        inputs, pooled = self.pooling.split(out, inputs)
+        keep, ask, read = (upload(one, self.device) for one in (inputs.logits_indices, asked.indices, pooled.indices))
         input_ids, slots = self.state.input_ids(inputs), inputs.slot_of_token[inputs.logits_indices]
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         sampling = self.table.select(slots, positions, self.state.token_ids)  # masks are made while the model runs
         with forward_context(inputs.metadata, self.backend):
-            logits, more, hidden = self.forward(input_ids, inputs.positions, keep, ask, pool)
+            logits, more, hidden = self.forward(input_ids, inputs.positions, keep, ask, read)
         forward_end = time.monotonic()
         step = self._sample(out, inputs, logits, sampling, slots, positions)
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()

@@ -1,4 +1,4 @@
-"""Vectors in place of tokens: which hidden states a step's rows need, and what becomes of them.
+"""Vectors in place of tokens: the hidden states that a step's rows need, their sums, and the vectors made of them.
 
 The hidden states that a vector is made of are summed by slot, in float64 and in the order of their tokens, so that a
 mean depends on neither chunks nor neighbours: of all tokens for "mean", of the first one for "cls", of the last one for
@@ -33,7 +33,7 @@ UNUSABLE_VECTOR = (
 
 @dataclass(slots=True)
 class PooledRows:
-    """What a step's rows contribute to vectors; on the host.
+    """The part of a step's rows in vectors; on the host.
 
     Attributes:
         indices: int64 [P]; tokens among the step's T whose hidden states are read.
@@ -49,23 +49,17 @@ class PooledRows:
     ended: dict[int, tuple[int, int, Pooling]] = field(default_factory=dict)
     failures: dict[int, str] = field(default_factory=dict)
 
+    @property
+    def without_tokens(self) -> set[int]:
+        """The rows that need no logits."""
+        return {*self.ended, *self.failures}
+
     def without_logits(self, out: SchedulerOutput) -> SchedulerOutput:
         """The step without logits for the rows that yield vectors."""
-        if not self.ended and not self.failures:
+        if not (without := self.without_tokens):
             return out
-        without = {*self.ended, *self.failures}
         samples = [sample and row not in without for row, sample in enumerate(out.samples)]
         return msgspec.structs.replace(out, samples=samples)
-
-    def without_logits_in(self, inputs: StepInputs) -> StepInputs:
-        """The same for a step that is prepared."""
-        if not self.ended and not self.failures:
-            return inputs
-        kept = ~np.isin(inputs.row_of_logits, [*self.ended, *self.failures])
-        rows, indices = inputs.row_of_logits[kept], inputs.logits_indices[kept]
-        return StepInputs(
-            inputs.slot_of_token, inputs.position_of_token, rows, indices, inputs.positions, inputs.metadata
-        )
 
 
 @dataclass(slots=True)
@@ -143,6 +137,16 @@ class RowPooling:
             found.indices, found.slots = np.concatenate(indices), np.concatenate(slots)
             found.begun = np.array(begun, dtype=np.int64)
         return found
+
+    def split(self, out: SchedulerOutput, inputs: StepInputs) -> tuple[StepInputs, PooledRows]:
+        """The inputs without logits for the rows that yield vectors, and the part of those rows; as `rows`."""
+        pooled = self.rows(out, inputs.metadata.query_start_loc_cpu)
+        if not pooled.without_tokens:
+            return inputs, pooled
+        kept = ~np.isin(inputs.row_of_logits, list(pooled.without_tokens))
+        rows, indices = inputs.row_of_logits[kept], inputs.logits_indices[kept]
+        tokens = inputs.slot_of_token, inputs.position_of_token
+        return StepInputs(*tokens, rows, indices, inputs.positions, inputs.metadata), pooled
 
     @torch.inference_mode()
     def launch(self, rows: PooledRows, hidden: Tensor) -> PendingVectors:

@@ -18,7 +18,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.frontend.request.pooled_request import void_params
 
-# What a vector is made of: the tokens that its kind reads, found through the block table.
+# The tokens that a kind of vector is made of.
 READS = {"last": slice(None), "mean": slice(None), "cls": slice(1)}
 
 

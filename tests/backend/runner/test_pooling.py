@@ -1,4 +1,4 @@
-"""Vectors are those of transformers, whatever runs beside them, and leave generated tokens as they are."""
+"""Vectors are those of transformers, alone and beside other requests, and leave generated tokens as they are."""
 
 from __future__ import annotations
 
@@ -184,11 +184,15 @@ def test_an_aborted_one_leaves_its_slot_clean(llama: str, reference: Any) -> Non
 
 def test_a_vector_that_is_not_finite_fails_alone(llama: str) -> None:
     core = make_core(llama)
-    pooler = core.runner.pooling._pooler  # type: ignore[attr-defined]
-    broken = pooled(1, prompt_of(5), dimensions=3)
-    core.runner.pooling._pooler = (  # type: ignore[attr-defined]
-        lambda hidden, pooling: pooler(hidden * (np.nan if pooling.dimensions else 1), pooling)
-    )
+    pooler, broken = core.runner.pooling._pooler, pooled(1, prompt_of(5), dimensions=3)  # type: ignore[attr-defined]
+
+    class Broken:
+        facts = pooler.facts
+
+        def __call__(self, hidden: Any, pooling: Any) -> Any:
+            return pooler(hidden, pooling) / (0 if pooling.dimensions else 1)
+
+    core.runner.pooling._pooler = Broken()  # type: ignore[attr-defined]
     for message in (broken, pooled(2, prompt_of(5)), chat(3)):
         assert core.add_request(message) is None
     message = core.step()

@@ -29,7 +29,7 @@ ENDINGS = ("invalid", "refused", "shed", "draining", "failed", "poison", "cancel
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # Positions in a draft; later ones are not counted by position.
 DRAFT_POSITIONS = tuple(map(str, range(8)))
-# What vectors are asked for.
+# The tasks of requests for vectors.
 POOLING_TASKS = ("embed", "score", "classify")
 
 

@@ -132,7 +132,7 @@ class RequestParser:
         )
 
     def scheduling(self, wire: WireRequest, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """Fields of `AddRequest` that say whose a request is and when it is due."""
+        """The fields of `AddRequest` for scheduling: priority, tenant, deadline and cache salt."""
         timeout = _timeout(wire)
         return {
             "priority": field_of(fields, "request_priority", _to_int32, f"an integer in {list(_INT32)}", 0),
