@@ -20,7 +20,7 @@ DOCUMENTS = ["three", "fourteen chars", "one"]
 
 
 def asked(front: Any) -> dict[str, Any]:
-    """What Triton got last, without None."""
+    """The request for vectors that Triton got last."""
     found: dict[str, Any] = front.client.requests[-1].pooling
     return found
 
