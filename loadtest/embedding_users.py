@@ -19,7 +19,7 @@ _FAILED_SECONDS = 0.5  # as of the other users
 
 
 class EmbeddingUser(FastHttpUser):
-    """Always one, whatever `--users` says: it asks for the vectors of 16 texts as soon as it has the last ones.
+    """Always one of `--users`: it asks for the vectors of 16 texts as soon as it has the last ones.
 
     Attributes:
         model: of the gateway at the host; "": its only one.

@@ -68,7 +68,8 @@ class _Exchange:
         resumes = len(servers.endpoints) > 1 if policy.resume is None else policy.resume
         self._continuation = Continuation(request, resumes)
         self.request = self._continuation.request
-        self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
+        sequences = request.n if request.pooling is None else 1  # vectors have no text
+        self._builder = ResultBuilder(sequences, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
         self._refusals = 0
         self.resumptions = 0
