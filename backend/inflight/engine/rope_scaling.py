@@ -32,18 +32,19 @@ class RopeChoice:
     of_each_length: bool
     max_model_len: int
 
-    def length(self, num_prompt_tokens: int, max_tokens: int) -> int:
+    def length(self, num_prompt_tokens: int, max_tokens: int, longest: int | None = None) -> int:
         """The sequence length whose frequencies a request uses.
 
         The KV of its last token is never computed, so this token does not count; nor does `generate()` count it.
         """
-        computed = min(num_prompt_tokens + max_tokens, self.max_model_len) - 1
+        computed = min(num_prompt_tokens + max_tokens, longest or self.max_model_len) - 1
         if self.of_each_length:
             return max(computed, self.limit)
         return self.limit + 1 if computed > self.limit else self.limit
 
     def attach(self, attached: Attached, num_prompt_tokens: int, max_tokens: int) -> Attached:
-        return msgspec.structs.replace(attached, rope_length=self.length(num_prompt_tokens, max_tokens))
+        longest = self.max_model_len + (attached.pooling is not None)  # with a void token
+        return msgspec.structs.replace(attached, rope_length=self.length(num_prompt_tokens, max_tokens, longest))
 
     def salt(self, attached: Attached) -> str:
         return str(attached.rope_length)

@@ -118,13 +118,13 @@ def test_angles_chosen_for_each_request_are_transformers(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope"])
 def test_within_short_lengths_the_table_has_the_angles_of_short_sequences(rope_type: str, tmp_path: Path) -> None:
-    """The last position would choose those of long ones, but its KV is never computed."""
+    """A module that chooses by the largest position is called with short ones alone."""
     rope: dict[str, Any] = dict(rope_type=rope_type, factor=2.0, rope_theta=1e4)
     if rope_type == "longrope":
         rope |= dict(short_factor=[1.0] * 4, long_factor=[2.0] * 4, original_max_position_embeddings=64)
     limit = 64 if rope_type == "longrope" else 256
-    model = unaccelerated("llama", tmp_path, max_model_len=limit + 1, changes=dict(rope_parameters=rope))
-    fused = FusedDecoder(decoder_of(model), ReferenceOps(), limit + 1)
+    model = unaccelerated("llama", tmp_path, max_model_len=limit, changes=dict(rope_parameters=rope))
+    fused = FusedDecoder(decoder_of(model), ReferenceOps(), limit)
     assert fused.table is not None
     short = torch.arange(limit)[None]
     expected = model.model.rotary_emb(torch.zeros(1), short)

@@ -17,8 +17,10 @@ from nightly import nightly_but
 from offline import make_core, make_device_core, run, tokens
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.attached import Attached
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
+from inflight.engine.pooling import Pooling
 from inflight.engine.request_factory import make_sequences
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.sampling_params import SamplingParams
@@ -158,7 +160,7 @@ def test_dynamic_scaling_takes_the_base_of_the_request(tmp_path: Path) -> None:
 def test_within_the_limit_nothing_is_replaced(tmp_path: Path, dtype: str) -> None:
     path = make_checkpoint("phi3", tmp_path, **LONGROPE)
     values = dict(model=path, device="cpu", dtype=dtype, kv_cache_memory="8MiB")
-    loaded = load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 1}))
+    loaded = load(EngineConfig.from_dict({**values, "max_model_len": LIMIT}))
     assert (loaded.hooks, loaded.info.choices) == ([], [])
     assert not isinstance(loaded.model, torch.nn.Module), "such a model is a native decoder"
     assert load(EngineConfig.from_dict({**values, "max_model_len": LIMIT + 2})).info.choices == [
@@ -197,6 +199,8 @@ class TestRopeChoice:
         assert lengths == [32, 32, 33, 33, 33]
         each = RopeChoice(32, True, 100)
         assert [each.length(prompt, count) for prompt, count in [(1, 1), (20, 14), (50, 999)]] == [32, 33, 99]
+        whole = Attached(pooling=Pooling("embed"))
+        assert each.attach(whole, 100, 1).rope_length == 100, "its last token is computed, too"
 
     def test_no_salt_of_a_client_meets_anothers_choice(self) -> None:
         choice = RopeChoice(32, False, 100)

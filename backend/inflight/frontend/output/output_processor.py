@@ -377,12 +377,13 @@ class OutputProcessor:
     def _cancel(self, stream: RequestState, error: RequestError, ending: str) -> None:
         if not stream.closed:
             name = f" {stream.request.name!r}" if stream.request.name else ""
-            self._log_info(  # both lines in vllm_backend's words
+            log = (lambda line: None) if stream.request.quiet else self._log_info
+            log(  # both lines in vllm_backend's words
                 f"Cancelling the request {stream.request_id}{name} after {stream.num_output_tokens} output tokens: "
                 f"{error.message}"
             )
             self._fail(stream.request_id, error, ending)
-            self._log_info(f"Successfully cancelled the request {stream.request_id}")
+            log(f"Successfully cancelled the request {stream.request_id}")
 
     def _end_behind(self, request_id: int, last_act: Callable[[], None]) -> None:
         """End a stream with `last_act` after it has sent the output that has arrived; the first such call counts."""

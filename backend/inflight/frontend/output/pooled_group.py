@@ -7,6 +7,7 @@ client gets that error, and the others count as cancelled.  No torch, no Triton.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable
 
@@ -24,7 +25,7 @@ _CHECK_SECONDS = 0.05  # each check asks Triton
 
 
 class PooledGroup:
-    """Collects the vectors of a request.  The sender thread calls all methods but `is_cancelled`.
+    """Collects the vectors of a request.  The sender thread calls `take` and `fail`.
 
     Args:
         responder: of the client.
@@ -34,25 +35,30 @@ class PooledGroup:
         self._request = request
         self._responder = responder
         self._vectors: dict[int, np.ndarray] = {}
+        self._lock = threading.Lock()  # guards the next one
         self._ended = False
         self._cancelled, self._next_check = False, 0.0
 
     def take(self, place: int, vector: np.ndarray) -> None:
         """The vector of a prompt; the last one sends the response."""
         self._vectors[place] = vector
-        if not self._ended and len(self._vectors) == len(self._request.members):
-            self._ended = True
+        if len(self._vectors) == len(self._request.members) and self.end():
             self._responder.send(self._outputs(), True)
 
     def fail(self, place: int, code: ErrorCode, message: str) -> None:
         """A prompt failed."""
-        if self._ended:
+        if not self.end():
             return
-        self._ended = True
         plan = self._request.plan
         if code in ("INVALID_ARG", "INTERNAL") and len(plan.prompts) > 1:
             message = f"inputs[{plan.inputs_of(place)}]: {message}"
         self._responder.fail(code, message)
+
+    def end(self) -> bool:
+        """End the group, whose client gets no other response; False if it has ended.  Any thread can call it."""
+        with self._lock:
+            ended, self._ended = self._ended, True
+        return not ended
 
     def is_cancelled(self) -> bool:
         """Whether its prompts need not be computed any more."""
@@ -111,8 +117,12 @@ class PooledGroups:
         """Hand a request to the engine; its response follows through `responder`.  Raises RequestError."""
         request = self._read(wire)
         group = PooledGroup(request, responder)
-        for place, member in enumerate(request.members):
-            self._open_stream(member, _Member(group, place))
+        try:
+            for place, member in enumerate(request.members):
+                self._open_stream(member, _Member(group, place))
+        except BaseException:
+            if group.end():
+                raise  # the caller answers, and the prompts before this one count as cancelled
 
 
 def _texts(values: list[str]) -> np.ndarray:

@@ -32,6 +32,7 @@ class ParsedRequest:
         separate: each response has one sequence, as TensorRT-LLM's do.
         name: the client's request id, for the log; "" for none.
         trace: for its span; None: it has none.
+        quiet: its cancellation is not logged: it is one of the prompts of a request for vectors, and not the first.
     """
 
     engine_request: AddRequest
@@ -46,6 +47,7 @@ class ParsedRequest:
     separate: bool = False
     name: str = ""
     trace: RequestTrace | None = None
+    quiet: bool = False
 
     def with_id(self, request_id: int) -> ParsedRequest:
         """The same request with the engine's id."""

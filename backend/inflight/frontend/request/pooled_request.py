@@ -102,7 +102,10 @@ class PooledRequestReader:
         ]
         timeout = None if shared["deadline"] is None else shared["deadline"] - wire.received
         client_id = self._parser.limits.check_name("the request id", wire.request_id)
-        members = [ParsedRequest(message, timeout=timeout, name=client_id, trace=trace) for message in added]
+        members = [
+            ParsedRequest(message, timeout=timeout, name=client_id, trace=trace, quiet=place > 0)
+            for place, message in enumerate(added)
+        ]
         flags = (flag for flag in RETURN_FLAGS if field_of(fields, flag, to_bool, "true or false", False))
         return PooledRequest(plan, members, as_text, frozenset(flags))
 

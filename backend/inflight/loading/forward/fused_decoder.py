@@ -94,8 +94,8 @@ def _angle_table(decoder: Decoder, num_positions: int) -> tuple[Tensor, Tensor] 
         rotary(module)
     except NotRecognised:
         return None
-    # No request ever computes the token at the last position.  Where it is the first one beyond the limit of short
-    # sequences, a call with it changes the angles of all positions: so it is called alone, and first.
+    # A request for a vector computes the token at the last position.  In a model's own rotary embedding a call with the
+    # longest sequence can change the angles of all positions: so it is called alone, and first.
     positions = torch.arange(num_positions, device=weight.device)[None]
     last, others = positions[:, -1:], positions[:, :-1]
     alone = module(weight[:1], last)

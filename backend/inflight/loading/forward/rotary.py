@@ -126,7 +126,7 @@ def attach_request_rotary(
     """
     found = {name: module for name, module in model.named_modules() if kinds_of(module)}
     limits = {_limit(module, layer_type) for module in found.values() for layer_type in kinds_of(module)}
-    if not limits or max_model_len - 1 <= min(limits):
+    if not limits or max_model_len <= min(limits):
         return None
     kinds = {kind for module in found.values() for kind in kinds_of(module).values()}
     nested = any(isinstance(module.rope_type, dict) for module in found.values())

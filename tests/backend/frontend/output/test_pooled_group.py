@@ -174,6 +174,22 @@ def test_prompts_of_an_engine_that_dies_start_anew(processor: Any, engine: Engin
     assert client.wait().responses[0]["pooled"].tolist() == [[1], [2]]
 
 
+def test_a_prompt_that_cannot_be_opened_is_answered_once(engine: Engine) -> None:
+    opened_ones: list[Any] = []
+
+    def open_stream(member: Any, responder: Any) -> None:
+        if opened_ones:
+            raise MemoryError("no room")
+        opened_ones.append(responder)
+
+    client = RecordingClient()
+    with pytest.raises(MemoryError):  # the caller answers
+        PooledGroups(lambda wire: request([[1], [2]]), open_stream).open(WIRE, client)
+    assert opened_ones[0].is_cancelled()
+    opened_ones[0].fail("CANCELLED", "Request was cancelled")
+    assert client.finals == 0
+
+
 def test_the_pool_of_threads_opens_them(engine: Engine) -> None:
     taken: list[WireRequest] = []
     processor: Any = SimpleNamespace(reject=lambda responder, error: None)

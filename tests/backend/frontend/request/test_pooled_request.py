@@ -70,6 +70,7 @@ def test_texts_and_token_ids() -> None:
     (first, _) = request.members
     message = first.engine_request
     assert message.attached is not None and message.attached.pooling == Pooling("embed")
+    assert [member.quiet for member in request.members] == [False, True]
     assert message.params.max_tokens == 1 and not first.stream and message.arrival == 100.0
 
 
