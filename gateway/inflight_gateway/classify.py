@@ -15,7 +15,7 @@ from inflight_client.pooling import Classes, Pooled, classes_of
 from inflight_gateway.bodies import read_body
 from inflight_gateway.errors import api_error
 from inflight_gateway.gateway import gateway_of
-from inflight_gateway.pooled import ask, encode_rows, head_of, inputs_of, usage_of_inputs
+from inflight_gateway.pooled import PiecewiseResponse, ask, encode_rows, head_of, inputs_of, usage_of_inputs
 from inflight_gateway.pooled_bodies import ClassifyBody
 
 __all__ = ["classify"]
@@ -37,11 +37,10 @@ async def classify(http: Request) -> Response:
         classes = classes_of(pooled)
     except ServerError as error:
         raise api_error(error) from None
-    content = await asyncio.to_thread(_encoded, head, pooled, classes)
-    return Response(content, media_type="application/json")
+    return PiecewiseResponse(await asyncio.to_thread(_encoded, head, pooled, classes))
 
 
-def _encoded(head: dict[str, Any], pooled: Pooled, classes: Classes) -> bytes:
+def _encoded(head: dict[str, Any], pooled: Pooled, classes: Classes) -> list[bytes]:
     rows = [
         _row(index, label, vector) for index, (label, vector) in enumerate(zip(classes.best, classes.probabilities))
     ]

@@ -16,7 +16,7 @@ from inflight_client.pooling import Pooled
 from inflight_gateway.bodies import read_body
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import gateway_of
-from inflight_gateway.pooled import ask, encode_rows, head_of, inputs_of, usage_of_inputs
+from inflight_gateway.pooled import PiecewiseResponse, ask, encode_rows, head_of, inputs_of, usage_of_inputs
 from inflight_gateway.pooled_bodies import EmbeddingBody
 
 __all__ = ["embeddings"]
@@ -38,8 +38,7 @@ async def embeddings(http: Request) -> Response:
     head = head_of(http, body, model, "embd")
     pooled = await ask(gateway, http, model, body, "messages" if body.messages else "input", pooling)
     # Millions of numbers take a while: other requests go on meanwhile, since the thread gives way between two rows.
-    content = await asyncio.to_thread(_encoded, head, pooled, encode)
-    return Response(content, media_type="application/json")
+    return PiecewiseResponse(await asyncio.to_thread(_encoded, head, pooled, encode))
 
 
 def _encoder(encoding_format: str | None) -> Callable[[np.ndarray], bytes]:
@@ -51,9 +50,9 @@ def _encoder(encoding_format: str | None) -> Callable[[np.ndarray], bytes]:
     raise invalid(f"encoding_format: {encoding_format!r} came; float or base64 is expected", "encoding_format")
 
 
-def _encoded(head: dict[str, Any], pooled: Pooled, encode: Callable[[np.ndarray], bytes]) -> bytes:
-    rows = [
+def _encoded(head: dict[str, Any], pooled: Pooled, encode: Callable[[np.ndarray], bytes]) -> list[bytes]:
+    rows = (
         b'{"object":"embedding","index":%d,"embedding":%b}' % (index, encode(vector))
         for index, vector in enumerate(pooled.vectors)
-    ]
+    )
     return encode_rows(head, "data", rows, {"usage": usage_of_inputs(pooled)})

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from inflight_client.errors import ServerError
 from inflight_client.pooling import Pooled
@@ -23,6 +27,7 @@ from inflight_gateway.upstream import ServedModel
 
 __all__ = [
     "EXPECTED",
+    "PiecewiseResponse",
     "ask",
     "check_count",
     "encode_rows",
@@ -35,6 +40,7 @@ __all__ = [
 
 EXPECTED = "a text, a list of token ids, or a list of either is expected"
 
+_ROWS = 32  # of a piece of an answer
 _SIDES = ("left", "right")
 _CHAT = (
     "add_generation_prompt",
@@ -198,11 +204,31 @@ def _key(param: str) -> str:
     return param.partition("[")[0]
 
 
-def encode_rows(head: Mapping[str, Any], key: str, rows: Sequence[bytes], tail: Mapping[str, Any]) -> bytes:
-    """A JSON object whose `key` is a list of encoded values, between the keys of `head` and `tail`."""
-    return b"%b,%b:[%b],%b" % (
-        msgspec.json.encode(head)[:-1],
-        msgspec.json.encode(key),
-        b",".join(rows),
-        msgspec.json.encode(tail)[1:],
-    )
+def encode_rows(head: Mapping[str, Any], key: str, rows: Iterable[bytes], tail: Mapping[str, Any]) -> list[bytes]:
+    """A JSON object whose `key` is a list of encoded values, between the keys of `head` and `tail`; in pieces.
+
+    No piece is large: copying all of the up to 23 MB at once would keep other threads waiting.
+    """
+    pieces = [b"%b,%b:[" % (msgspec.json.encode(head)[:-1], msgspec.json.encode(key))]
+    remaining = iter(rows)
+    separator = b""
+    while some := list(itertools.islice(remaining, _ROWS)):
+        pieces += [separator, b",".join(some)]
+        separator = b","
+    return [*pieces, b"]," + msgspec.json.encode(tail)[1:]]
+
+
+class PiecewiseResponse(Response):
+    """A JSON body in pieces, each sent when the client has taken most of those before."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        super().__init__(media_type="application/json")
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for piece in self._pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})

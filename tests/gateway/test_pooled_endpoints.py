@@ -322,7 +322,7 @@ async def test_others_are_answered_while_vectors_are_encoded(start, monkeypatch)
     begun, go_on = threading.Event(), threading.Event()
     encode = embeddings._encoded
 
-    def slowly(*values: Any) -> bytes:
+    def slowly(*values: Any) -> list[bytes]:
         begun.set()
         assert go_on.wait(10), "the event loop was blocked"
         return encode(*values)
@@ -335,3 +335,13 @@ async def test_others_are_answered_while_vectors_are_encoded(start, monkeypatch)
     assert (await front.http.get("/health")).status_code == 200
     go_on.set()
     assert (await large).status_code == 200
+
+
+async def test_an_answer_in_many_pieces_is_whole(start):
+    table = np.random.default_rng(0).standard_normal((100, 40)).astype(np.float32)
+    front = await start(lambda request: [Pooled(table, np.ones(100, np.int32), [])])
+    answer = await front.post("/v1/embeddings", {"input": ["a"] * 100})
+    assert int(answer.headers["content-length"]) == len(answer.content)
+    rows = answer.json()["data"]
+    np.testing.assert_array_equal(np.array([row["embedding"] for row in rows], np.float32), table)
+    assert [row["index"] for row in rows] == list(range(100))
