@@ -103,22 +103,22 @@ class StepOutput(msgspec.Struct, array_like=True):
         logprobs: row -> log probabilities of its sampled tokens, if requested.
         prompt_logprobs: row -> log probabilities of the prompt tokens that this step's positions *predict*, if
             requested.
-        pooled: row -> the vector that it yields in place of a token, float32 in native byte order.
         started: when the device began the step.
         forward_end: when the forward pass ended, if the runner knows.
         ended: when the tokens were available.
         failure: why the step was not computed, in words for the clients of its requests; "" if it was.  A failed step
             made only its copies to and from the host.
         row_failures: row -> the same for a row that was computed but yielded no valid token.
+        pooled: row -> the vector that it yields in place of a token, float32 in native byte order.
     """
 
     token_ids: list[int] = []
     token_runs: dict[int, list[int]] = {}
     logprobs: dict[int, Logprobs] = {}
     prompt_logprobs: dict[int, Logprobs] = {}
-    pooled: dict[int, bytes] = {}
     started: float = 0.0
     forward_end: float | None = None
     ended: float = 0.0
     failure: str = ""
     row_failures: dict[int, str] = {}
+    pooled: dict[int, bytes] = {}

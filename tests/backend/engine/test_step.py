@@ -35,7 +35,9 @@ def test_a_step_with_everything_in_it_comes_back_equal():
 def test_a_result_with_everything_in_it_comes_back_equal():
     entry = [(7, -0.25, 1), (9, -1.5, 2)]
     one, two = Logprobs.of([entry]), Logprobs.of([entry, entry])
-    step = StepOutput([3, -1, -1], {1: [4, 5]}, {0: one, 1: two}, {2: one}, 1.5, 1.75, 2.0, "why", {2: "why"})
+    step = StepOutput(
+        [3, -1, -1], {1: [4, 5]}, {0: one, 1: two}, {2: one}, 1.5, 1.75, 2.0, "why", {2: "why"}, {1: b"vector"}
+    )
     assert all(getattr(step, name) for name in StepOutput.__struct_fields__)
     assert through_the_wire(step) == step
 
