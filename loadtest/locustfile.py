@@ -27,13 +27,14 @@ from locust.env import Environment
 from inflight_tools.workload.errors import WorkloadError
 from loadtest import shapes
 from loadtest.clients import KINDS, connect, find_kind
+from loadtest.embedding_users import EmbeddingUser
 from loadtest.errors import LoadTestError
 from loadtest.openai_client import KEY_VARIABLE
 from loadtest.options import LoadOptions, add_arguments
 from loadtest.targets import sole_model
 from loadtest.users import EndpointUser, GrpcUser, OpenAIUser, RequestFeed, SseUser, StreamingUser
 
-__all__ = ["EndpointUser", "GrpcUser", "OpenAIUser", "SseUser"]
+__all__ = ["EmbeddingUser", "EndpointUser", "GrpcUser", "OpenAIUser", "SseUser"]
 
 grpc_gevent.init_gevent()  # before the first channel, so that gRPC waits in gevent's loop
 
@@ -113,6 +114,8 @@ def _prepare(environment: Environment) -> None:
     if len({user.kind for user in users}) > 1:
         names = ", ".join(sorted(user.__name__ for user in users))
         raise LoadTestError(f"{names} speak different protocols to one host; choose one of them")
+    if not users:
+        raise LoadTestError("EmbeddingUser embeds beside other users; name OpenAIUser, too")
     host = environment.host
     if not host:
         raise LoadTestError("give --host, such as HOST:8001 for gRPC, HOST:8000 for HTTP or HOST:9000 for a gateway")
@@ -126,4 +129,5 @@ def _prepare(environment: Environment) -> None:
         client = connect(kind, address, model, key)
         options = options.checked(client, model)
     StreamingUser.endpoint, StreamingUser.request_type = client, {"http": "sse"}.get(kind, kind)
+    EmbeddingUser.model, EmbeddingUser.key, EmbeddingUser.seed = parsed.model, key, options.seed
     StreamingUser.feed = RequestFeed(options, environment, _Start.record)

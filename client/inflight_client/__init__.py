@@ -20,6 +20,7 @@ from inflight_client.errors import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_client.pooling import Classes, Embeddings, RankedDocument, Scores
 from inflight_client.results import (
     Choice,
     ChoiceDelta,
@@ -38,15 +39,19 @@ __all__ = [
     "AsyncStream",
     "Choice",
     "ChoiceDelta",
+    "Classes",
     "Client",
     "DeadlineExceededError",
+    "Embeddings",
     "GenerationResult",
     "InflightError",
     "InvalidRequestError",
     "Logprob",
+    "RankedDocument",
     "RequestCancelledError",
     "RetryPolicy",
     "Routing",
+    "Scores",
     "ServerError",
     "ServerUnreachableError",
     "Stream",

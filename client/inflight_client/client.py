@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from inflight_client.connection import Connection, ConnectionOptions, Protocol
 from inflight_client.endpoints import Routing, split_urls
 from inflight_client.errors import DeadlineExceededError, ServerUnreachableError
+from inflight_client.pooled_calls import AsyncPooledCalls, PooledCalls
+from inflight_client.pooling import Pooled
 from inflight_client.questions import (
     Question,
     control_question,
@@ -90,7 +92,7 @@ def _not_ready(timeout: float, reason: str) -> DeadlineExceededError:
     return DeadlineExceededError(f"not ready after {timeout:g} s: {reason}")
 
 
-class Client(_BaseClient):
+class Client(_BaseClient, PooledCalls):
     """Blocking client: `with Client("host:8001", model="demo") as client: ...`.
 
     Threads can share it; requests are independent of each other and are cancelled individually.
@@ -139,6 +141,12 @@ class Client(_BaseClient):
             for _ in stream:
                 pass
         return stream.result()
+
+    def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        with self.stream(pooling=pooling, **options) as stream:
+            for _ in stream:
+                pass
+        return stream.pooled
 
     def health(self) -> bool:
         """Whether a server answers and is live."""
@@ -267,7 +275,7 @@ class Client(_BaseClient):
         self.close()
 
 
-class AsyncClient(_BaseClient):
+class AsyncClient(_BaseClient, AsyncPooledCalls):
     """Client for one event loop: `async with AsyncClient("host:8001", model="demo") as client: ...`."""
 
     def _connect(self, connections: list[Connection], routing: Routing | None) -> None:
@@ -298,6 +306,12 @@ class AsyncClient(_BaseClient):
             async for _ in stream:
                 pass
         return stream.result()
+
+    async def _pooled(self, pooling: Mapping[str, Any], options: Any) -> Pooled | None:
+        async with self.stream(pooling=pooling, **options) as stream:
+            async for _ in stream:
+                pass
+        return stream.pooled
 
     async def health(self) -> bool:
         """As `Client.health`."""

@@ -46,6 +46,11 @@ class Continuation:
         """Every sequence has reported its finish reason: no more output will arrive."""
         return all(self._ended)
 
+    def take_whole(self) -> None:
+        """The one response of a request without a stream arrived."""
+        self.received = True
+        self._ended = [True]
+
     def take(self, columns: Columns, chunk: StreamChunk) -> None:
         """A response arrived."""
         self.received = True

@@ -113,15 +113,17 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
     ("NOT_FOUND", r"unknown model: .* is not found"),
     (
         "INTERNAL",
-        r"^\w*(Error|Exception): |internal error|trace cannot be sent"
-        r"|logits .* not finite",
+        r"^(inputs\[\d+\]: )?\w*(Error|Exception): |internal error|trace cannot be sent"
+        r"|(logits|vector) .* not finite",
     ),
     (
         "INVALID_ARGUMENT",
         r"allowed (is|are)\b|\bexpected\b|not valid|out of range|not in the vocabulary|not allowed|not supported"
         r"|not enabled|more than|at least|at most|never fits|is off: set|already exists"
         r"|give (exactly )?one|unexpected inference input|\bmust be\b"
-        r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: ",
+        r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: "
+        r"|not a task of|does not support|(only|not) for task|leave it out|cannot be cut|takes? no(ne| instruction)\b"
+        r"|leaves no room",
     ),
 )
 _RETRY_AFTER = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s$")

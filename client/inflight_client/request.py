@@ -111,6 +111,8 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
         resume_cumulative_logprob: sums of the log probabilities of that output, one per sequence.
         trace_headers: the span that the request belongs to, as `traceparent` and `tracestate` of W3C Trace Context:
             what `opentelemetry.propagate.inject` puts into a dict.
+        pooling: asks for vectors, in the place of a prompt and of sampling parameters: the JSON object of the input
+            `pooling` (docs/wire-contract.md).  The stream has no chunks; `Stream.pooled` is the response.
     """
 
     json_schema: Any
@@ -130,6 +132,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
     resume_token_ids: Sequence[int] | Sequence[Sequence[int] | None]
     resume_cumulative_logprob: Sequence[float]
     trace_headers: Mapping[str, str]
+    pooling: Mapping[str, Any]
 
 
 # Sent as `sampling_parameters`, and along with the messages.
@@ -138,7 +141,7 @@ _SAMPLING, _CHAT = tuple(SamplingOptions.__annotations__), tuple(ChatOptions.__a
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A request with exactly one of `prompt`, `messages` and `input_ids`.
+    """A request with exactly one of `prompt`, `messages`, `input_ids` and `pooling`.
 
     Attributes:
         chat: options of the chat template, for `messages`.
@@ -171,10 +174,13 @@ class GenerationRequest:
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None
     trace_headers: dict[str, str] = field(default_factory=dict)
+    pooling: Mapping[str, Any] | None = None
 
     @property
     def n(self) -> int:
-        """Number of requested sequences; 1 for a value that the server will reject."""
+        """Number of requested sequences, or of inputs of `pooling`; 1 for a value that the server will reject."""
+        if self.pooling is not None:
+            return max(1, len(self.pooling["inputs"]))
         n = next((self.sampling[name] for name in ("n", "num_return_sequences") if self.sampling.get(name)), 1)
         try:
             return max(1, int(float(n)))  # the server also accepts 2.0 and "2"
@@ -200,7 +206,9 @@ class GenerationRequest:
                 encoded as UTF-8, a timeout that is not positive, or an integer out of the range of its data type.
         """
         rest: dict[str, Any] = dict(options)
-        check_one_prompt({"prompt": prompt, "messages": messages, "input_ids": input_ids})
+        prompts = {"prompt": prompt, "messages": messages, "input_ids": input_ids}
+        pooling = rest.pop("pooling", None)
+        check_one_prompt(prompts if pooling is None else {**prompts, "pooling": pooling})
         sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
         if (described := rest.pop("json_schema", None)) is not None:
             sampling["structured_outputs"] = {
@@ -238,9 +246,25 @@ class GenerationRequest:
             sampling={name: _plain(value) for name, value in sampling.items()},
             request_id=rest.pop("request_id", "") or uuid.uuid4().hex,
             timeout=timeout,
-            stream=not rest.pop("one_response", False),
+            stream=not rest.pop("one_response", False) and pooling is None,
+            pooling=pooling if pooling is None else _checked_pooling(pooling, [*sampling, *chat]),
             **rest,
         )
+
+
+def _checked_pooling(pooling: Mapping[str, Any], others: Sequence[str]) -> dict[str, Any]:
+    """The request for vectors; `others` are options that only requests for text have."""
+    if others:
+        raise ValueError(f"{' and '.join(others)}: only for text; pooling has its own keys")
+    inputs = pooling["inputs"]
+    for i, entry in enumerate(inputs):
+        for text in entry if isinstance(entry, (list, tuple)) else [entry]:
+            if not isinstance(text, int):
+                _check_text(f"inputs[{i}]", text)
+    for name, value in pooling.items():
+        if isinstance(value, str):
+            _check_text(name, value)
+    return dict(pooling)
 
 
 def check_one_prompt(prompts: Mapping[str, Any]) -> None:

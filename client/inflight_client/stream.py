@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from inflight_client.continuation import Continuation
 from inflight_client.endpoints import Endpoints
 from inflight_client.errors import InflightError, RequestCancelledError, ServerUnreachableError, UnavailableError
+from inflight_client.pooling import Pooled, pooled_of
 from inflight_client.request import GenerationRequest
 from inflight_client.results import GenerationResult, ResultBuilder, StreamChunk
 from inflight_client.retry import RetryPolicy
@@ -56,6 +57,7 @@ class _Exchange:
 
     Attributes:
         request: as it was sent first.
+        pooled: the response to a request with `pooling`, once it has arrived.
         resumptions: how often the stream was interrupted after its first output, and continued: once, however many
             attempts that takes.
     """
@@ -66,10 +68,12 @@ class _Exchange:
         resumes = len(servers.endpoints) > 1 if policy.resume is None else policy.resume
         self._continuation = Continuation(request, resumes)
         self.request = self._continuation.request
-        self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
+        sequences = request.n if request.pooling is None else 1  # vectors have no text
+        self._builder = ResultBuilder(sequences, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
         self._refusals = 0
         self.resumptions = 0
+        self.pooled: Pooled | None = None
         self._index = 0
         self._in_flight: list[int] = []  # the server that counts this attempt; the thread that pops it reports the end
         self._answered = False
@@ -139,6 +143,10 @@ class _Exchange:
         if not self._answered:
             self._answered = True
             self._servers.endpoints.answered(self._index)
+        if self.request.pooling is not None and "pooled" in columns:
+            self.pooled = pooled_of(columns, self.request.n)
+            self._continuation.take_whole()
+            return None
         chunk = chunk_of(columns, self.request.n)
         if chunk is not None:
             self._continuation.take(columns, chunk)

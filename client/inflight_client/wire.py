@@ -1,6 +1,6 @@
 """The client's side of the wire contract: requests to bytes, responses to chunks.  No I/O.
 
-Both protocols yield `Columns`: output name -> list with one element per sequence (or token).
+Both protocols yield `Columns`: output name -> list with one element per sequence (or token); `pooled` can be an array.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from tritonclient.grpc import service_pb2
 
 from inflight_client.errors import InflightError, ServerError, code_of_message, error_for
@@ -31,7 +32,7 @@ __all__ = [
     "token_logprob_sums",
 ]
 
-Columns = dict[str, list[Any]]
+Columns = dict[str, Any]
 
 _ZERO, _NONE, _NULL = (0,), (None,), ("null",)
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
@@ -42,6 +43,10 @@ _HTTP_CODES = {400: "INVALID_ARGUMENT", 404: "NOT_FOUND", 500: "INTERNAL", 501: 
 
 def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     """Input tensors as (name, Triton data type, value); lists where there can be several elements."""
+    if request.pooling is not None:
+        yield "pooling", "BYTES", json.dumps(request.pooling, ensure_ascii=False)
+        yield from _scheduling_fields(request)
+        return
     if request.prompt is not None:
         yield "text_input", "BYTES", request.prompt
     if request.messages is not None:
@@ -65,12 +70,7 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
         yield "return_logprobs", "BOOL", True
     if request.return_cumulative_logprob:
         yield "return_cumulative_logprob", "BOOL", True
-    if request.request_priority is not None:
-        yield "request_priority", "INT32", request.request_priority
-    if request.tenant is not None:
-        yield "tenant", "BYTES", request.tenant
-    if request.cache_salt is not None:
-        yield "cache_salt", "BYTES", request.cache_salt
+    yield from _scheduling_fields(request)
     if request.return_log_probs:
         yield "return_log_probs", "BOOL", True
     if request.resume_token_ids is not None:
@@ -78,6 +78,15 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
         yield "resume_token_counts", "INT32", [-1 if ids is None else len(ids) for ids in request.resume_token_ids]
     if request.resume_cumulative_logprob is not None:
         yield "resume_cumulative_logprob", "FP64", request.resume_cumulative_logprob
+
+
+def _scheduling_fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
+    if request.request_priority is not None:
+        yield "request_priority", "INT32", request.request_priority
+    if request.tenant is not None:
+        yield "tenant", "BYTES", request.tenant
+    if request.cache_salt is not None:
+        yield "cache_salt", "BYTES", request.cache_salt
 
 
 def _microseconds(seconds: float) -> int:
@@ -171,6 +180,9 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
     inner = response.infer_response
     columns: Columns = {}
     for output, raw in zip(inner.outputs, inner.raw_output_contents):
+        if output.name == "pooled":  # up to millions of numbers
+            columns[output.name] = np.frombuffer(raw, dtype="<f4")
+            continue
         decode = _DECODERS.get(output.datatype)
         if decode is not None:  # no output of the contract has another type
             columns[output.name] = decode(raw)

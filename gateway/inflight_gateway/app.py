@@ -21,8 +21,10 @@ from inflight_gateway.anthropic.messages_body import CountTokensBody, MessagesBo
 from inflight_gateway.bodies import Body
 from inflight_gateway.chat import chat_completions
 from inflight_gateway.chat_plan import ChatBody
+from inflight_gateway.classify import classify
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.connections import STATE, Connections
+from inflight_gateway.embeddings import embeddings
 from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
 from inflight_gateway.gateway import Gateway
@@ -46,10 +48,13 @@ from inflight_gateway.openapi import ApiPages
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.page.files import OPEN_PATHS, front_page, page_file
 from inflight_gateway.page.status import page_status
+from inflight_gateway.pooled_bodies import ClassifyBody, EmbeddingBody, RerankBody, ScoreBody
+from inflight_gateway.rerank import rerank
 from inflight_gateway.response_headers import WARNING, ResponseHeaders
 from inflight_gateway.responses import responses
 from inflight_gateway.responses_input import ResponsesBody
 from inflight_gateway.sagemaker import invocations
+from inflight_gateway.scores import score
 from inflight_gateway.tokenizer_info import tokenizer_info
 from inflight_gateway.tokens import DetokenizeBody, TokenizeBody, detokenize, tokenize
 from inflight_gateway.tracing import Tracing
@@ -96,6 +101,14 @@ _ENDPOINTS = (
         CountTokensBody,
         anthropic_error,
     ),
+    _Endpoint("/v1/embeddings", embeddings, "The vectors of texts", EmbeddingBody),
+    _Endpoint("/v1/score", score, "How well texts fit together", ScoreBody),
+    _Endpoint("/score", score, "The same as /v1/score", ScoreBody),
+    _Endpoint("/v1/rerank", rerank, "The order of documents by a query", RerankBody),
+    _Endpoint("/v2/rerank", rerank, "The same as /v1/rerank", RerankBody),
+    _Endpoint("/rerank", rerank, "The same as /v1/rerank", RerankBody),
+    _Endpoint("/v1/classify", classify, "The classes of texts", ClassifyBody),
+    _Endpoint("/classify", classify, "The same as /v1/classify", ClassifyBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
@@ -125,8 +138,8 @@ _ENDPOINTS = (
 # Parts of OpenAI's API that this server does not have, by the first part of their path.
 _ABSENT = frozenset(
     {
-        *("assistants", "audio", "batches", "containers", "conversations", "embeddings", "evals", "files"),
-        *("fine_tuning", "images", "moderations", "organization", "realtime", "rerank", "score", "skills", "threads"),
+        *("assistants", "audio", "batches", "containers", "conversations", "evals", "files"),
+        *("fine_tuning", "images", "moderations", "organization", "realtime", "skills", "threads"),
         *("uploads", "vector_stores", "videos"),
     }
 )
@@ -217,7 +230,7 @@ async def _refused(http: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path = http.url.path
     if error.status_code == 404 and path.removeprefix("/v1/").partition("/")[0] in _ABSENT:
-        message = f"{path} is not supported: this server generates text; /docs lists what it has"
+        message = f"{path} is not supported: this server generates, embeds and ranks text; /docs lists what it has"
         return error_response(APIError(404, message, code="unsupported_endpoint"), http.scope)
     message = f"{http.method} {path}: {error.detail.lower()}; /docs lists what there is"
     code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)

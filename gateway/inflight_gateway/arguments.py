@@ -9,6 +9,7 @@ from starlette.requests import Request
 from inflight_gateway.bodies import SamplingBody, sampling_options
 from inflight_gateway.errors import invalid
 from inflight_gateway.gateway import Gateway
+from inflight_gateway.pooled_bodies import PooledBody
 from inflight_gateway.response_headers import REQUEST_ID
 from inflight_gateway.tracing import trace_headers
 from inflight_gateway.upstream import ServedModel
@@ -18,7 +19,7 @@ __all__ = ["base_arguments", "request_id_of"]
 _INFLIGHT_ONLY = {"request_priority", "cache_salt"}  # inputs that other backends do not have
 
 
-def request_id_of(http: Request, body: SamplingBody) -> str:
+def request_id_of(http: Request, body: SamplingBody | PooledBody) -> str:
     """The id of a request: the body's `request_id`, else that of `ResponseHeaders`.
 
     Raises:

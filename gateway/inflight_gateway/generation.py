@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight_client import AsyncStream, GenerationResult, StreamChunk
+from inflight_client.pooling import Pooled
 from inflight_gateway.errors import APIError, api_error, request_error
 from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.sse import DONE, SSE, Framing, event
@@ -164,6 +165,10 @@ class Generation:
     def results_so_far(self) -> list[GenerationResult]:
         """The output that has arrived."""
         return [stream.result() for stream in self._streams]
+
+    def pooled(self) -> list[Pooled | None]:
+        """The vectors that each request with `pooling` has got; None: none yet."""
+        return [stream.pooled for stream in self._streams]
 
     def _raise(self) -> None:
         if self._gone:

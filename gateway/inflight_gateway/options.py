@@ -41,6 +41,7 @@ class GatewayOptions:
         max_body_depth: nesting of JSON in a request body.
         max_body_items: values in a request body, all levels together.
         max_prompts: prompts of one completion request.
+        max_inputs: texts, or pairs of them, of one request for embeddings, scores, an order or classes.
         reconnect_timeout: maximum seconds that a request, or an open stream, waits for a Triton that cannot be reached;
             0: it does not wait.
         max_n: choices of one prompt.
@@ -84,6 +85,7 @@ class GatewayOptions:
     max_body_depth: int = 64
     max_body_items: int = 1_000_000
     max_prompts: int = 128
+    max_inputs: int = 2048
     max_n: int = 128
     max_open_requests: int = 1024
     max_connections: int = 4096
@@ -128,7 +130,7 @@ class GatewayOptions:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
         sizes = ("max_body_bytes", "max_bodies_bytes", "max_body_depth", "max_body_items")
-        positive = (*sizes, "max_prompts", "max_n", "max_open_requests", "max_connections")
+        positive = (*sizes, "max_prompts", "max_inputs", "max_n", "max_open_requests", "max_connections")
         for name in (*positive, "routing_prefix_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")

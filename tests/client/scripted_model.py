@@ -10,6 +10,9 @@ The prompt is the script.  Plain text is echoed word by word; a JSON object says
     {"no_deadline": true}                            ignores the request's timeout
     {"report": "k"}                                  answers with what was seen under "k", as JSON
 
+`pooling` is answered with one response: embeddings [length of the input, 0.5], scores a hundredth of the document's
+length, probabilities of "bad" and "good"; a character is a token.  A first input that begins with "{" is a script.
+
 The request parameter `control` is answered with its value; "refused" is refused.  This file runs in
 Triton's stub, so it imports nothing of the project or its tests.
 """
@@ -39,6 +42,8 @@ INPUTS = [
     ("messages", "TYPE_STRING", [1]),
     ("request_priority", "TYPE_INT32", [1]),
     ("tenant", "TYPE_STRING", [1]),
+    ("cache_salt", "TYPE_STRING", [1]),
+    ("pooling", "TYPE_STRING", [1]),
 ]
 OUTPUTS = [
     ("text_output", "TYPE_STRING", np.object_),
@@ -50,6 +55,9 @@ OUTPUTS = [
     ("cumulative_logprob", "TYPE_FP32", np.float32),
     ("logprobs", "TYPE_STRING", np.object_),
     ("prompt_logprobs", "TYPE_STRING", np.object_),
+    ("pooled", "TYPE_FP32", np.float32),
+    ("pooled_token_counts", "TYPE_INT32", np.int32),
+    ("labels", "TYPE_STRING", np.object_),
 ]
 DTYPES = {name: dtype for name, _, dtype in OUTPUTS}
 COUNTS = ("requests", "running", "peak", "finished", "cancelled", "failed", "expired")
@@ -73,7 +81,8 @@ class TritonPythonModel:
         for name, data_type, dims in INPUTS:
             config.add_input({"name": name, "data_type": data_type, "dims": dims, "optional": True})
         for name, data_type, _ in OUTPUTS:
-            config.add_output({"name": name, "data_type": data_type, "dims": [-1]})
+            dims = [-1, -1] if name == "pooled" else [-1]
+            config.add_output({"name": name, "data_type": data_type, "dims": dims})
         config.set_model_transaction_policy({"decoupled": True})
         return config
 
@@ -112,13 +121,17 @@ class TritonPythonModel:
             )
         if failing and "fail_times" in script:
             script["words"] = []
-        outcome = self.stream(sender, script, inputs, params, failing)
+        answer = self.pool if "pooling" in inputs else self.stream
+        outcome = answer(sender, script, inputs, params, failing)
         with self.lock:
             seen[outcome] += 1
             seen["running"] -= 1
 
     def script_of(self, inputs, params):
         text = inputs.get("text_input", "")
+        if "pooling" in inputs:
+            first = json.loads(inputs["pooling"])["inputs"][0]
+            text = first if isinstance(first, str) else ""
         if "messages" in inputs:
             text = " ".join(f"{m['role']}:{m['content']}" for m in json.loads(inputs["messages"]))
         if "input_ids" in inputs:
@@ -171,6 +184,33 @@ class TritonPythonModel:
             sender.send(self.outputs(inputs, params, n, words, 0, script["ends"]), flags=FINAL)
         elif script.get("late_final"):
             sender.send(flags=FINAL)
+        return "finished"
+
+    def pool(self, sender, script, inputs, params, failing):
+        for _ in range(int(script.get("first_after", 0) * 100)):
+            time.sleep(0.01)
+            if sender.is_cancelled():
+                sender.send(flags=FINAL)
+                return "cancelled"
+        if failing:
+            problem = error(script.get("code", "INTERNAL"), script["error"])
+            sender.send(pb_utils.InferenceResponse(error=problem), flags=FINAL)
+            return "failed"
+        pooling = json.loads(inputs["pooling"])
+        rows = {
+            "embed": lambda one: [len(one), 0.5],
+            "score": lambda one: [len(one[1]) / 100],
+            "classify": lambda one: [0.25, 0.75] if "g" in one else [0.75, 0.25],
+        }
+        lengths = [sum(map(len, one)) if pooling["task"] == "score" else len(one) for one in pooling["inputs"]]
+        columns = {
+            "pooled": [rows[pooling["task"]](one) for one in pooling["inputs"]],
+            "pooled_token_counts": lengths,
+        }
+        if pooling["task"] == "classify":
+            columns["labels"] = ["bad", "good"]
+        tensors = [pb_utils.Tensor(name, np.array(column, dtype=DTYPES[name])) for name, column in columns.items()]
+        sender.send(pb_utils.InferenceResponse(tensors), flags=FINAL)
         return "finished"
 
     def outputs(self, inputs, params, n, words, start, ends):

@@ -6,6 +6,7 @@ import ast
 from pathlib import Path
 
 import inflight
+from inflight.runner.pooling import UNUSABLE_VECTOR
 from inflight.sampling.unusable import UNUSABLE_LOGITS
 from inflight_client.errors import (
     DeadlineExceededError,
@@ -97,3 +98,20 @@ def test_the_client_understands_every_message_of_the_backend() -> None:
     fine = {"INVALID_ARG": {"INVALID_ARGUMENT", "UNKNOWN"}, "CANCELLED": {"CANCELLED", "DEADLINE_EXCEEDED"}}
     wrong = [(code, said) for code, said in errors if code_of_message(said) not in fine.get(code, {code})]
     assert wrong == []
+
+
+def test_every_refusal_of_a_request_for_vectors_is_the_callers_mistake() -> None:
+    """Their messages reach clients as `InvalidRequestError`, never as a fault of the server."""
+    folder = Path(inflight.__file__).parent / "frontend" / "request"
+    found = []
+    for name in ("pooled_request.py", "pooled_prompts.py"):
+        for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                place = {"RequestError": 1, "ValueError": 0}.get(node.func.id)
+                said = None if place is None else spelled_out(node.args[place])
+                if said and said != "inputs[X]: X":
+                    found.append(said if place else f"inputs[3]: {said}")
+    assert len(found) > 15
+    assert [said for said in found if code_of_message(said) != "INVALID_ARGUMENT"] == []
+    for said in (UNUSABLE_VECTOR, f"inputs[3]: {UNUSABLE_VECTOR}", "inputs[3]: RuntimeError: x"):
+        assert code_of_message(said) == "INTERNAL"

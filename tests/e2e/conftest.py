@@ -28,6 +28,7 @@ GROUPS = {
         "fleet_restarts",
         "gateway",
         "gateway_chat",
+        "gateway_vectors",
         "hostile_clients",
         "monitoring",
         "openai_clients",

@@ -74,7 +74,7 @@ async def test_browsers_get_in_only_if_asked(start):
 async def test_paths_that_are_not_there_answer_with_an_error_object(start):
     front = await start(ok)
     for method, path, status, code in [
-        ("POST", "/v1/embeddings", 404, "unsupported_endpoint"),
+        ("POST", "/v1/moderations", 404, "unsupported_endpoint"),
         ("POST", "/v1/audio/speech", 404, "unsupported_endpoint"),
         ("GET", "/v1/files", 404, "unsupported_endpoint"),
         ("GET", "/v1/nothing", 404, "not_found"),

@@ -11,7 +11,7 @@ from anthropic_bodies import anthropic_bodies, check_anthropic_answer
 from hostile_bodies import bodies, check_answer, encoded
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_client import ScriptedClient, text
+from scripted_client import ScriptedClient, text, vectors
 
 from inflight_gateway.app import build_app
 from inflight_gateway.gateway import Gateway
@@ -22,6 +22,7 @@ from inflight_gateway.upstream import Upstream
 _POSTS = [
     *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"),
     *("/invocations", "/api/chat", "/api/generate", "/api/show"),
+    *("/v1/embeddings", "/v1/score", "/v2/rerank", "/classify"),
 ]
 _ANTHROPICS = ["/v1/messages", "/v1/messages/count_tokens"]
 _CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n</tool_call>[f(a=1)]'
@@ -29,9 +30,11 @@ _CALL = '<think>a</think><tool_call>\n{"name": "f", "arguments": {"a": true}}\n<
 
 def answer(method: str, path: str, content: bytes, tool_format: str = "hermes", opened: bool = False) -> httpx.Response:
     """The response of a new application; `opened`: the chat template has opened the reasoning."""
-    client = ScriptedClient(lambda request: text("Hel", "lo", _CALL, n=request.n))
+    client = ScriptedClient(
+        lambda request: vectors(request) if request.pooling else text("Hel", "lo", _CALL, n=request.n)
+    )
     client.info.update(tool_format=tool_format, reasoning_tags=["<think>", "</think>"], reasoning_opened=opened)
-    options = GatewayOptions(max_body_depth=20, max_prompts=4, max_n=4)
+    options = GatewayOptions(max_body_depth=20, max_prompts=4, max_inputs=4, max_n=4)
 
     async def send() -> httpx.Response:
         app = build_app(options, Gateway(options, Upstream(options, client)))

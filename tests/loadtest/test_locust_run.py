@@ -148,6 +148,25 @@ def test_openai_users_stream_from_a_gateway(
     assert int(statistics[("ITL", "uniform")]["Request Count"]) == gaps
 
 
+def test_a_user_embeds_texts_beside_chats(server: TritonServer, tmp_path: Path) -> None:
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
+    gateway.start(server.grpc_address)
+    locust = ["locust", "-f", str(LOCUSTFILE), "--headless", "--host", f"http://127.0.0.1:{port}", "--csv", "run"]
+    load = ["--model", "inflight", "--scenario", "uniform", "--requests", "6", "--users", "3", "--spawn-rate", "9"]
+    try:
+        alone = _run(*locust, "EmbeddingUser", *load, folder=tmp_path)
+        assert alone.returncode == 2 and "name OpenAIUser, too" in alone.stderr
+        done = _run(*locust, "OpenAIUser", "EmbeddingUser", *load, folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    finally:
+        gateway.stop()
+    statistics = _statistics(tmp_path / "run_stats.csv")
+    assert int(statistics[("openai", "uniform")]["Request Count"]) == 6
+    embedded = statistics[("POST", "16 embeddings")]
+    assert int(embedded["Request Count"]) >= 1 and int(embedded["Failure Count"]) == 0
+
+
 def test_a_gateway_and_its_triton_side_by_side(server: TritonServer, tmp_path: Path) -> None:
     (port,) = pick_ports(1)
     gateway = GatewayProcess(GatewayOptions(api_keys=("secret",)), ServerOptions(port=port, exit_timeout=2))

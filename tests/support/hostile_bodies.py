@@ -119,6 +119,19 @@ _PLAUSIBLE: dict[str, st.SearchStrategy[Any]] = {
     "raw": st.booleans(),
     "system": st.text(max_size=5),
     "images": st.lists(_JUNK, max_size=1),
+    "dimensions": st.integers(-1, 5),
+    "encoding_format": st.sampled_from(["float", "base64", "bytes"]),
+    "truncation_side": st.sampled_from(["left", "right", "up"]),
+    "use_activation": st.booleans(),
+    "normalize": st.booleans(),
+    "softmax": st.booleans(),
+    "instruction": st.text(max_size=5),
+    "top_n": st.integers(-1, 3),
+    "return_documents": st.booleans(),
+    "max_tokens_per_doc": st.integers(-1, 3),
+    "data_1": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    "queries": st.text(max_size=3) | st.lists(st.text(max_size=3), max_size=3),
+    "items": st.lists(st.text(max_size=3), max_size=6),
     "model": st.sampled_from(["demo", "demo:latest", "gpt-4", "", "../demo"]),
 }
 
@@ -136,6 +149,10 @@ _OWN: dict[str, dict[str, Any]] = {
     "/completions": {"prompt": "Return", "max_tokens": 2},
     "/detokenize": {"tokens": [5, 6]},
     "/tokenize": {"prompt": "Return"},
+    "/embeddings": {"input": ["Return", [5, 6]]},
+    "/score": {"text_1": "Return", "text_2": ["the", "number"]},
+    "/rerank": {"query": "Return", "documents": ["the", {"text": "number"}]},
+    "/classify": {"input": "Return"},
 }
 
 

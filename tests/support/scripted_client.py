@@ -10,14 +10,18 @@ import json
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from inflight_client import ChoiceDelta, DeadlineExceededError, InvalidRequestError, RequestCancelledError, StreamChunk
+from inflight_client.pooling import Pooled
 from inflight_client.request import GenerationRequest
 from inflight_client.results import GenerationResult, ResultBuilder
 
-INPUTS = ("text_input", "messages", "input_ids", "stream", "sampling_parameters", "resume_token_ids")
+INPUTS = ("text_input", "messages", "input_ids", "pooling", "stream", "sampling_parameters", "resume_token_ids")
 
 # Items of a script: a chunk, seconds to wait, an event to wait for, or an error to raise.
-Script = Iterable[StreamChunk | float | asyncio.Event | Exception]
+# A request with `pooling` has no chunks: its response is a `Pooled`.
+Script = Iterable[StreamChunk | Pooled | float | asyncio.Event | Exception]
 
 
 def text(*parts: str, finish: str | None = "stop", prompt: int = 3, index: int = 0, n: int = 1) -> list[StreamChunk]:
@@ -29,6 +33,33 @@ def text(*parts: str, finish: str | None = "stop", prompt: int = 3, index: int =
         deltas[index] = ChoiceDelta(index=index, text=part, token_ids=[7], num_tokens=1, finish_reason=reason)
         chunks.append(StreamChunk(choices=deltas, num_input_tokens=prompt))
     return chunks
+
+
+LABELS = ["bad", "good"]
+
+
+def vectors(request: GenerationRequest, size: int = 4) -> list[Pooled | Exception]:
+    """The response to a request with `pooling`; a character is a token.
+
+    Embeddings begin with the input's length, scores depend on that of the document, and classes on whether there is a
+    "g".  An input with a NUL is refused as one that is too long.
+    """
+    pooling = request.pooling
+    assert pooling is not None
+    rows, counts = [], []
+    for i, one in enumerate(pooling["inputs"]):
+        text = "".join(one) if pooling["task"] == "score" else one
+        if "\x00" in text:
+            return [InvalidRequestError(f"inputs[{i}]: a prompt of 5000 tokens: it must be 1 to 2048 long")]
+        counts.append(min(len(text), pooling.get("truncate_prompt_tokens") or len(text)))
+        if pooling["task"] == "embed":
+            rows.append([float(len(text)), 0.1, -0.5, 1e-8, *[0.25] * (size - 4)][: pooling.get("dimensions") or size])
+        elif pooling["task"] == "score":
+            rows.append([len(one[1]) / 100])
+        else:
+            rows.append([0.25, 0.75] if "g" in text else [0.75, 0.25])
+    labels = LABELS if pooling["task"] == "classify" else []
+    return [Pooled(np.array(rows, np.float32), np.array(counts, np.int32), labels)]
 
 
 def stats(generation_tokens: int = 0, engine: bool = True, **changes: Any) -> dict[str, Any]:
@@ -58,6 +89,7 @@ class ScriptedStream:
     def __init__(self, request: GenerationRequest, script: Script) -> None:
         self.request = request
         self.resumptions = 0
+        self.pooled: Pooled | None = None
         self.cancelled = asyncio.Event()
         self._script = script
         ids = request.input_ids
@@ -72,6 +104,9 @@ class ScriptedStream:
             for item in self._script:
                 if isinstance(item, Exception):
                     raise item
+                if isinstance(item, Pooled):
+                    self.pooled = item
+                    continue
                 if isinstance(item, StreamChunk):
                     self._builder.add(item)
                     yield item

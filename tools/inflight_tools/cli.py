@@ -18,6 +18,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.lifecycle.stub_beat import STUB_TIMEOUT
 from inflight_client.chat import chat
 from inflight_client.cli import generate
+from inflight_client.vectors_cli import embed, rerank
 from inflight_tools import admin
 from inflight_tools.engine_flags import ServeCommand
 from inflight_tools.gateway import (
@@ -364,6 +365,8 @@ def _usage_errors() -> Iterator[None]:
 app.command()(gateway)
 app.command()(generate)
 app.command()(chat)
+app.command()(embed)
+app.command()(rerank)
 app.command()(models)
 app.command()(status)
 app.command()(drain)
