@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
 from inflight.kernels.cpu.library import unavailable, use_instruction_set
-from inflight.kernels.cpu.stored_codes import StoredCodes, can_join, joined, outputs_of
+from inflight.kernels.cpu.stored_codes import StoredCodes, joined, outputs_of
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -182,17 +182,18 @@ def test_a_row_that_is_not_finite_stays_so(isa: str, kind: str) -> None:
 def test_outputs_are_split_and_joined(kind: str) -> None:
     codes = made(kind, 50, 128, 32, has_order=True)
     parts = [outputs_of(codes, 0, 20), outputs_of(codes, 20, 50)]
-    assert can_join(parts)
+    assert packed_of(parts[0]).joins(packed_of(parts[1]))
     assert torch.equal(joined(parts).dequantize(), codes.dequantize())
 
 
 def test_codes_of_other_kinds_groups_or_orders_are_not_joined() -> None:
-    codes = made("gptq", 8, 128, 64)
-    others = [made("gptq", 8, 128, 32), made("Q4_1", 8, 128, 64), made("gptq", 8, 128, 64, has_order=True)]
-    others += [made("symmetric", 8, 128, 64), made("gptq", 8, 256, 64)]
-    assert not any(can_join([codes, other]) or can_join([other, codes]) for other in others)
-    assert can_join([others[2], made("gptq", 8, 128, 64, has_order=True)])
-    assert not can_join([others[2], made("gptq", 8, 128, 64, seed=1, has_order=True)])
+    ordered = [packed_of(made("gptq", 8, 128, 64, seed, has_order=True)) for seed in (0, 0, 1)]
+    others = [packed_of(made(*case)) for case in [("gptq", 8, 128, 32), ("Q4_1", 8, 128, 64), ("gptq", 8, 256, 64)]]
+    codes = packed_of(made("gptq", 8, 128, 64))
+    assert not any(codes.joins(other) or other.joins(codes) for other in [*others, *ordered])
+    assert ordered[0].joins(ordered[1])
+    assert not ordered[0].joins(ordered[2])
+    assert not codes.joins(packed_of(made("symmetric", 8, 128, 64)))
 
 
 def test_panels_take_what_the_checkpoint_takes() -> None:

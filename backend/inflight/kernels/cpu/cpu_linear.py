@@ -148,6 +148,14 @@ class PackedWeight:
         codes.unpack(self.address)
         return codes
 
+    def joins(self, other: PackedWeight) -> bool:
+        """Whether the codes of both can be those of one weight: of one kind, in the same groups and order."""
+        names = ("in_features", "dtype", "input_group", *(name for name, _ in LAYOUT))
+        if any(getattr(self.struct, name) != getattr(other.struct, name) for name in names):
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
 
     def chain(self, further: PackedWeight | None) -> None:
         """Put the results of `further`, a weight of the same inputs, behind these; None: nothing."""

@@ -7,42 +7,34 @@
 namespace inflight {
 namespace {
 
-// One code of a block, as bits of one or two bytes.
+// One code of a block: in a byte, or four bits of a byte and two of another.
+template <int kBits>
 struct Place {
   uint8_t* lower;
   uint8_t* upper;  // of six bits
   int shift, upper_shift;
-  int bits;
 
-  Place(uint8_t* block, int32_t bits_of_code, int64_t column, int64_t input) : upper(nullptr), upper_shift(0) {
+  Place(uint8_t* block, int64_t column, int64_t input) {
     const int64_t step = input / 4, element = input % 4;
-    bits = bits_of_code;
-    if (bits == 8) {
+    if (kBits == 8) {
       lower = block + (step * kPanel + column) * 4 + element;
-      shift = 0;
       return;
     }
     lower = block + step * kPanel * 2 + column % (kPanel / 2) * 4 + element;
     shift = column < kPanel / 2 ? 0 : 4;
-    if (bits == 4) return;
     upper = block + 4 * kPanel * 2 + column * 4 + element;
     upper_shift = int(2 * step);
   }
 
   // The block was all zeros.
   void set(uint8_t code) const {
-    if (bits == 8) {
-      *lower = code;
-      return;
-    }
-    *lower |= uint8_t((code & 15) << shift);
-    if (bits == 6) *upper |= uint8_t((code >> 4) << upper_shift);
+    *lower |= kBits == 8 ? code : uint8_t((code & 15) << shift);
+    if (kBits == 6) *upper |= uint8_t((code >> 4) << upper_shift);
   }
 
   uint8_t get() const {
-    if (bits == 8) return *lower;
-    const int low = *lower >> shift & 15;
-    return uint8_t(bits == 6 ? low | (*upper >> upper_shift & 3) << 4 : low);
+    if (kBits == 8) return *lower;
+    return uint8_t((*lower >> shift & 15) | (kBits == 6 ? (*upper >> upper_shift & 3) << 4 : 0));
   }
 };
 
@@ -64,7 +56,11 @@ class Repack {
       for (int64_t group = span * in_span; group < (span + 1) * in_span; ++group) {
         numbers(plain_.scales, stored_.scale_size(), spans * in_span, group);
         if (stored_.minimum_size() > 0) numbers(plain_.minimums, stored_.minimum_size(), spans * in_span, group);
-        codes(group);
+        switch (stored_.bits) {
+          case 4: codes<4>(group); break;
+          case 6: codes<6>(group); break;
+          default: codes<8>(group);
+        }
       }
     }
   }
@@ -82,19 +78,23 @@ class Repack {
     at_ += kPanel * size;
   }
 
+  template <int kBits>
   void codes(int64_t group) {
+    constexpr int64_t kInputs = StoredCodes::kBlockInputs;
     for (int64_t column = 0; column < kPanel; ++column) {
       const int64_t feature = linear_.feature_of(panel_, column);
       if (feature >= linear_.out_features) continue;
       uint8_t* code = plain_.codes + feature * linear_.in_features + group * stored_.group;
-      for (int64_t i = 0; i < stored_.group; ++i, ++code) {
-        uint8_t* block = at_ + i / StoredCodes::kBlockInputs * stored_.block_bytes();
-        const Place place(block, stored_.bits, column, i % StoredCodes::kBlockInputs);
-        if (kUnpack) *code = place.get();
-        else place.set(*code);
+      uint8_t* block = at_;
+      for (int64_t i = 0; i < stored_.group; i += kInputs, block += stored_.block_bytes()) {
+        for (int64_t input = 0; input < kInputs; ++input, ++code) {
+          const Place<kBits> place(block, column, input);
+          if (kUnpack) *code = place.get();
+          else place.set(*code);
+        }
       }
     }
-    at_ += stored_.group / StoredCodes::kBlockInputs * stored_.block_bytes();
+    at_ += stored_.group / kInputs * stored_.block_bytes();
   }
 
   const Linear& linear_;

@@ -1,8 +1,6 @@
 // Product of rows of quantized inputs and the codes of a checkpoint, kept as they are (see StoredCodes in cpu_ops.h).
 #pragma once
 
-#include <type_traits>
-
 #include "cpu_codes.h"
 
 namespace inflight {
@@ -140,18 +138,20 @@ INFLIGHT_INLINE void add_block(Cursor<kRows>& at, IntVec (&sums)[kRows][kPanelVe
   }
 }
 
-// tile [kRows][kPanel] = rows of inputs, quantized in groups of kGroup, x one panel.
-template <int kBits, int kGroup, int kRows>
+// tile [kRows][kPanel] = rows of quantized inputs x one panel.
+template <int kBits, int kRows>
 void multiply_stored(const Linear& linear, const Matrix& x, int64_t row, const char* panel, Prefetch ahead, float* tile) {
   Cursor<kRows> at = {{}, x.stride, panel, ahead};
   for (int i = 0; i < at.kBases; ++i) at.bases[i] = reinterpret_cast<const int8_t*>(x.data) + (row + 3 * i) * x.stride;
   const GroupSums* groups = x.groups + row;
   const int32_t zero = linear.stored.zero;
-  const int64_t in_group = linear.stored.group / kGroup, in_span = linear.stored.span / kGroup;
+  const int64_t in_group = linear.stored.group / linear.input_group;
+  const int64_t in_span = linear.stored.span / linear.input_group;
+  const int64_t blocks = linear.input_group / StoredCodes::kBlockInputs;
   int64_t of_group = 0, of_span = 0;  // groups of inputs that are left
   GroupHeader header = {linear.stored};
   Vec results[kRows][kPanelVectors] = {};
-  for (int64_t left = linear.in_features / kGroup; left > 0; --left, groups += x.rows) {
+  for (int64_t left = linear.in_features / linear.input_group; left > 0; --left, groups += x.rows) {
     if (of_span == 0) {
       at.panel = header.read_span(at.panel);
       of_span = in_span;
@@ -168,7 +168,7 @@ void multiply_stored(const Linear& linear, const Matrix& x, int64_t row, const c
 #pragma GCC unroll 8
       for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits((groups[m].start >> 7) * zero);
     }
-    for (int i = 0; i < kGroup / StoredCodes::kBlockInputs; ++i) add_block<kBits, kRows>(at, sums);
+    for (int64_t i = 0; i < blocks; ++i) add_block<kBits, kRows>(at, sums);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
@@ -186,36 +186,28 @@ void multiply_stored(const Linear& linear, const Matrix& x, int64_t row, const c
   }
 }
 
-template <int kBits, int kGroup, int kRows>
+template <int kBits, int kRows>
 INFLIGHT_INLINE void multiply_stored_of(int rows, const Linear& linear, const Matrix& x, int64_t row, const char* panel,
                                         Prefetch ahead, float* tile) {
   if (rows == kRows) {
-    multiply_stored<kBits, kGroup, kRows>(linear, x, row, panel, ahead, tile);
+    multiply_stored<kBits, kRows>(linear, x, row, panel, ahead, tile);
   } else if constexpr (kRows > 1) {
-    multiply_stored_of<kBits, kGroup, kRows - 1>(rows, linear, x, row, panel, ahead, tile);
+    multiply_stored_of<kBits, kRows - 1>(rows, linear, x, row, panel, ahead, tile);
   }
 }
 
-template <int kBits, int kGroup>
+template <int kBits>
 void multiply_stored_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
   each_block<kMaxCodeRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
-    multiply_stored_of<kBits, kGroup, kMaxCodeRows>(block.rows, linear, x, block.row, data, ahead, block.tile);
+    multiply_stored_of<kBits, kMaxCodeRows>(block.rows, linear, x, block.row, data, ahead, block.tile);
   });
 }
 
 inline void multiply_stored_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
-  const auto in_groups_of = [&](auto bits) {
-    constexpr int kBits = decltype(bits)::value;
-    switch (linear.input_group) {
-      case kInputGroup: return multiply_stored_panels<kBits, kInputGroup>(linear, x, first, last, result);
-      case kFineGroup: return multiply_stored_panels<kBits, kFineGroup>(linear, x, first, last, result);
-      default: return multiply_stored_panels<kBits, kFinestGroup>(linear, x, first, last, result);
-    }
-  };
   switch (linear.stored.bits) {
-    case 4: return in_groups_of(std::integral_constant<int, 4>());
-    case 6: return in_groups_of(std::integral_constant<int, 6>());
-    default: return in_groups_of(std::integral_constant<int, 8>());
+    case 4: return multiply_stored_panels<4>(linear, x, first, last, result);
+    case 6: return multiply_stored_panels<6>(linear, x, first, last, result);
+    default: return multiply_stored_panels<8>(linear, x, first, last, result);
   }
 }
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.kernels.cpu.library import library
 
-__all__ = ["LAYOUT", "StoredCodes", "can_join", "joined", "outputs_of"]
+__all__ = ["LAYOUT", "StoredCodes", "joined", "outputs_of"]
 
 LAYOUT = [(name, c_int32) for name in ("bits", "group", "span", "zero", "scale", "minimum")]  # StoredCodes of cpu_ops.h
 _STORED = 6  # its dtype
@@ -148,26 +148,8 @@ def outputs_of(codes: _AnyCodes, start: int, stop: int) -> _AnyCodes:
     return replace(codes, **{name: part[start:stop] for name, part in _of_outputs(codes).items()})  # type: ignore[type-var]
 
 
-def can_join(parts: Sequence[Any]) -> bool:
-    """Whether the codes can be those of one weight: of one kind, in the same groups and order."""
-    return len({_kind(part) for part in parts}) == 1 and all(_same_order(part, parts[0]) for part in parts)
-
-
-def _kind(codes: Any) -> Any:
-    tensors = _of_outputs(codes)
-    others = (getattr(codes, field.name) for field in fields(codes) if field.name not in (*tensors, "order"))
-    return type(codes), *others, *((name, part.dtype, part.shape[1:]) for name, part in tensors.items())
-
-
-def _same_order(a: Any, b: Any) -> bool:
-    orders = [getattr(codes, "order", None) for codes in (a, b)]
-    if orders[0] is None or orders[1] is None:
-        return orders[0] is orders[1]
-    return torch.equal(*orders)
-
-
 def joined(parts: Sequence[_AnyCodes]) -> _AnyCodes:
-    """The codes of all outputs; see `can_join`."""
+    """The codes of all outputs; those of `parts` are of one kind, see `PackedWeight.joins`."""
     if len(parts) == 1:
         return parts[0]
     names = _of_outputs(parts[0])

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from inflight.config import EngineConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
-from inflight.kernels.cpu.stored_codes import StoredCodes, can_join, joined, outputs_of
+from inflight.kernels.cpu.stored_codes import StoredCodes, joined, outputs_of
 from inflight.kernels.cpu.weight_format import Codes, Formats, Values
 from inflight.loading.quantization.block_weight import BlockWeight
 from inflight.loading.quantization.stored_weight import ROWS, Coded, StoredWeight, shortest
@@ -215,12 +215,9 @@ def packed_together(
 
 
 def _joins(linear: CodedLinear, other: nn.Module) -> bool:
-    return isinstance(other, CodedLinear) and can_join([_outline(linear), _outline(other)])
-
-
-def _outline(linear: CodedLinear) -> Codes:
-    """The codes of no outputs, for `can_join`."""
-    return outputs_of(linear.codes(), 0, 0)
+    if not isinstance(other, CodedLinear) or linear.packed is None or other.packed is None:
+        return False
+    return linear.packed.joins(other.packed)
 
 
 def _packed(
