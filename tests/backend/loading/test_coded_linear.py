@@ -1,4 +1,4 @@
-"""A checkpoint's codes stay what they are on a CPU: in panels of the native decoder, and in the logits that it computes."""
+"""A checkpoint's codes stay what they are on a CPU: in panels of the native decoder, and in its logits."""
 
 from __future__ import annotations
 
@@ -187,11 +187,8 @@ def _bytes(model: NativeDecoder) -> int:
         return int(weight.panels.nbytes - padding) + size(weight.further)
 
     tables = model.tables
-    plain = [
-        tables.embedding,
-        tables.final_norm,
-        *(n for layer in tables.layers for n in (layer.input_norm, layer.post_norm)),
-    ]
+    norms = [norm for layer in tables.layers for norm in (layer.input_norm, layer.post_norm)]
+    plain = [tables.embedding, tables.final_norm, *norms]
     linears = [x for layer in tables.layers for x in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     return sum(map(size, [*linears, tables.head])) + sum(tensor.nbytes for tensor in plain)
 

@@ -114,6 +114,11 @@ void repack(const Linear& linear, const PlainStored& plain, int threads) {
   });
 }
 
+// out [size] = (codes - zero) * scale - minimum
+void dequantize_group(const uint8_t* codes, int64_t size, float zero, float scale, float minimum, float* out) {
+  for (int64_t i = 0; i < size; ++i) out[i] = (float(codes[i]) - zero) * scale - minimum;
+}
+
 }  // namespace
 }  // namespace inflight
 
@@ -130,6 +135,20 @@ void inflight_ops_pack_stored(const Linear* linear, const PlainStored* plain, in
 // The inverse.
 void inflight_ops_unpack_stored(const Linear* linear, const PlainStored* plain, int32_t threads) {
   repack<true>(*linear, *plain, threads);
+}
+
+// Numbers of plain codes, in `groups` of `size`; zeros, scales and minimums [groups], the last perhaps null.
+void inflight_ops_dequantize(const uint8_t* codes, int64_t groups, int64_t size, const float* zeros, const float* scales,
+                             const float* minimums, float* out, int32_t threads) {
+  Team team(threads);
+  team.run([&](bool) {
+    team.each(groups, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const float minimum = minimums == nullptr ? 0.0f : minimums[i];
+        dequantize_group(codes + i * size, size, zeros[i], scales[i], minimum, out + i * size);
+      }
+    });
+  });
 }
 
 }  // extern "C"

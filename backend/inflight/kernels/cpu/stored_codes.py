@@ -13,7 +13,7 @@ from torch import Tensor
 
 from inflight.kernels.cpu.library import library
 
-__all__ = ["LAYOUT", "StoredCodes", "joined", "outputs_of"]
+__all__ = ["LAYOUT", "StoredCodes", "dequantized", "joined", "outputs_of"]
 
 LAYOUT = [(name, c_int32) for name in ("bits", "group", "span", "zero", "scale", "minimum")]  # StoredCodes of cpu_ops.h
 _STORED = 6  # its dtype
@@ -116,16 +116,22 @@ class StoredCodes:
     def unpack(self, linear: int) -> None:
         library().inflight_ops_unpack_stored(linear, ctypes.byref(self.struct), torch.get_num_threads())
 
+    def affine(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """float32 [N, G] each: weight = (values - zero) * scale - minimum."""
+        scales, zero = _times(self.group_scales, self.units), torch.full(self.group_scales.shape, float(self.zero))
+        if self.minimums is None:
+            return zero, scales, None
+        if self.minimums.dtype == torch.int8:
+            return zero + self.minimums, scales, None
+        return zero, scales, _times(self.minimums, self.minimum_units)
+
     def dequantize(self) -> Tensor:
         """In the order of operations of llama.cpp, bit for bit; where there are zero points, each is rounded once."""
-        scales = _times(self.group_scales, self.units)[..., None]
-        wide = self.values.view(*self.group_scales.shape, self.group).float().sub_(self.zero)
-        if self.minimums is not None and self.minimums.dtype == torch.int8:
-            wide.sub_(self.minimums[..., None]).mul_(scales)
-        else:
-            wide.mul_(scales)
-            if self.minimums is not None:
-                wide.sub_(_times(self.minimums, self.minimum_units)[..., None])
+        zero, scales, minimums = self.affine()
+        wide = self.values.view(*self.group_scales.shape, self.group).float()
+        wide.sub_(zero[..., None]).mul_(scales[..., None])
+        if minimums is not None:
+            wide.sub_(minimums[..., None])
         out = wide.flatten(1)
         return out if self.order is None else torch.empty_like(out).index_copy_(1, self.order.long(), out)
 
@@ -154,3 +160,23 @@ def joined(parts: Sequence[_AnyCodes]) -> _AnyCodes:
         return parts[0]
     names = _of_outputs(parts[0])
     return replace(parts[0], **{name: torch.cat([getattr(part, name) for part in parts]) for name in names})  # type: ignore[type-var]
+
+
+def dequantized(codes: Any) -> Tensor:
+    """The numbers of codes of any kind, up to their last bit: much faster than `dequantize`."""
+    if not hasattr(codes, "affine"):
+        return codes.dequantize()
+    zeros, scales, minimums = (part if part is None else part.contiguous() for part in codes.affine())
+    values, out = codes.values.contiguous(), torch.empty(codes.values.shape)
+    library().inflight_ops_dequantize(
+        values.data_ptr(),
+        scales.numel(),
+        out.numel() // scales.numel(),
+        zeros.data_ptr(),
+        scales.data_ptr(),
+        None if minimums is None else minimums.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    order = getattr(codes, "order", None)
+    return out if order is None else torch.empty_like(out).index_copy_(1, order.long(), out)

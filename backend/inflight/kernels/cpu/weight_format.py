@@ -115,6 +115,10 @@ class Codes8:
     def unpack(self, linear: int) -> None:
         library().inflight_ops_unpack(linear, self.values.data_ptr(), torch.get_num_threads())
 
+    def affine(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `StoredCodes`."""
+        return torch.full((len(self.scales), 1), float(_ZERO)), self.scales[:, None], None
+
     def dequantize(self) -> Tensor:
         return (self.values.float() - _ZERO) * self.scales[:, None]
 
@@ -160,9 +164,13 @@ class Codes4:
     def unpack(self, linear: int) -> None:
         library().inflight_ops_unpack4(linear, ctypes.byref(self.struct), torch.get_num_threads())
 
-    def dequantize(self) -> Tensor:
+    def affine(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `StoredCodes`."""
         scales = self.group_scales.float() * self.scales[:, None]
-        mins = self.group_mins.float() * self.mins[:, None]
+        return torch.zeros_like(scales), scales, self.group_mins.float() * self.mins[:, None]
+
+    def dequantize(self) -> Tensor:
+        _, scales, mins = self.affine()
         groups = self.values.view(*self.group_scales.shape, _FINE_GROUP).float()
         return (groups * scales[..., None] - mins[..., None]).view(self.values.shape)
 

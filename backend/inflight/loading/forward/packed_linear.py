@@ -1,7 +1,7 @@
 """Linear layers with weights in the order in which the CPU kernel reads them.
 
-`pack_linears` replaces every `nn.Linear` of a model that the kernel supports, and those in codes.  Each plain weight is freed as
-soon as it is packed; `undo` restores it exactly.
+`pack_linears` replaces every `nn.Linear` of a model that the kernel supports, and those in codes.  Each plain weight is
+freed as soon as it is packed; `undo` restores it exactly.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from inflight.config import EngineConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
-from inflight.kernels.cpu.stored_codes import StoredCodes, joined, outputs_of
+from inflight.kernels.cpu.stored_codes import StoredCodes, dequantized, joined, outputs_of
 from inflight.kernels.cpu.weight_format import Codes, Formats, Values
 from inflight.loading.quantization.block_weight import BlockWeight
 from inflight.loading.quantization.stored_weight import ROWS, Coded, StoredWeight, shortest
@@ -70,12 +71,12 @@ class CodedLinear(nn.Module):
         """x [..., K] -> [..., N]: the definition.  Computed in float32, some outputs at a time."""
         with torch._C.DisableTorchFunction():  # dtypes of stored numbers are what they are, also in `InFloat32`
             codes = self.codes()
-        parts = []
+        parts, wide = [], x.to(torch.float32)
         for start in range(0, self.out_features, ROWS):
             with torch._C.DisableTorchFunction():
-                weight = outputs_of(codes, start, start + ROWS).dequantize()
+                weight = dequantized(outputs_of(codes, start, start + ROWS))
             bias = None if self.bias is None else self.bias[start : start + ROWS]
-            parts.append(F.linear(x.to(torch.float32), weight, bias))
+            parts.append(F.linear(wide, weight, bias))
         return torch.cat(parts, -1).to(x.dtype)
 
     def extra_repr(self) -> str:
@@ -203,7 +204,7 @@ def packed_together(
         return None
     undone: list[Callable[[], None]] = []
     packed = [_packed(run, gated, encode, undone) for run in runs]
-    for part, further in zip(packed, packed[1:]):
+    for part, further in pairwise(packed):
         part.chain(further)
         undone.insert(0, partial(part.chain, None))
 

@@ -18,7 +18,8 @@ __all__ = ["CpuInt4"]
 class CpuInt4(Plain):
     """A `Scheme`.  Weights are loaded in the model's dtype, and quantized layer by layer as soon as all are read.
 
-    So the check at load compares with weights as their codes say.  The head has eight bits: it is where an error costs the most, and a quarter of a small model.
+    So the check at load compares with weights as their codes say.  The head has eight bits: it is where an error costs
+    the most, and a quarter of a small model.
     """
 
     name = "int4"
