@@ -45,7 +45,7 @@ from inflight.loading.loaded_model import CheckpointInfo, LoadedModel, Sizing, d
 from inflight.loading.memory_plan import plan_on_cpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, num_weights, rounds_inputs
-from inflight.loading.quantization.schemes import scheme_of
+from inflight.loading.quantization.schemes import check_scheme, scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["LoadError", "LoadedModel", "load"]
@@ -72,7 +72,7 @@ def load(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
-    scheme_of(config).check(config, device, dtype)
+    check_scheme(config, device, dtype)
     check_switches(config.kernel_config, device)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)

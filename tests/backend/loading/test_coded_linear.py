@@ -14,10 +14,10 @@ from checkpoints import make_checkpoint
 from integer_checkpoints import WRITERS, write
 from torch import Tensor, nn
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight
 from inflight.kernels.cpu.library import unavailable
-from inflight.kernels.cpu.weight_format import Codes4, Codes8
+from inflight.kernels.cpu.weight_format import INT6, Codes4, Codes8
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.checkpoint import weights
 from inflight.loading.forward.native_decoder import NativeDecoder
@@ -141,10 +141,14 @@ def test_int4_is_compared_with_what_its_codes_say(tmp_path: Path, monkeypatch: p
     model = loaded(path, quantization="int4")
     assert isinstance(model.model, NativeDecoder)
     assert isinstance(model.model.tables.layers[0].qkv.codes(), Codes4)
-    far, near = (error(model, loaded(path, native_forward=False)), 0.03)
-    assert far > near
-    dequantize = Codes4.dequantize
-    monkeypatch.setattr(Codes4, "dequantize", lambda codes: 1.5 * dequantize(codes))
+    assert error(model, loaded(path, native_forward=False)) > 0.03
+    affine = Codes4.affine
+
+    def wrong(codes: Codes4) -> tuple[Tensor, Tensor, Tensor]:
+        zeros, scales, mins = affine(codes)
+        return zeros, 1.5 * scales, mins
+
+    monkeypatch.setattr(Codes4, "affine", wrong)
     with pytest.raises(LoadError, match="other logits with weights in int4"):
         loaded(path, quantization="int4")
 
@@ -203,3 +207,32 @@ def test_a_layer_keeps_its_numbers_when_a_forward_pass_is_undone(
     model = loaded(path).model
     assert isinstance(model, nn.Module) and not any(isinstance(module, CodedLinear) for module in model.modules())
     assert all(torch.equal(model.get_parameter(name), plain) for name, plain in actual.items())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.parametrize(("bits", "largest"), [(4, 0.15), (6, 0.04), (8, 0.015), (16, 0.0)])
+def test_the_head_has_the_bits_that_were_asked_for(
+    tmp_path: Path, quantization: str, bits: int, largest: float
+) -> None:
+    path = make_checkpoint("llama", tmp_path, hidden_size=64)
+    tables = loaded(path, quantization=quantization, head_bits=bits).model.tables
+    plain = loaded(path).model.tables.head.codes().dequantize()
+    found = tables.head.codes().dequantize()
+    assert largest / 8 <= (found - plain).norm() / plain.norm() <= largest
+    in_bytes = {4: 4 + 16 / 32, 6: 6 + 16 / 64, 8: 8, 16: 32}  # of a model in float32
+    assert tables.head.panels.nbytes * 8 == in_bytes[bits] * 64 * (-(-len(plain) // 32) * 32)
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "fp8"}])
+def test_head_bits_without_a_scheme_that_has_them_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r'head_bits=6 is for quantization="int8" or "int4" on a CPU'):
+        loaded(make_checkpoint("llama", tmp_path), head_bits=6, **options)
+
+
+def test_six_bits_hold_scales_of_every_size() -> None:
+    """Those too small for float16 stay in float32."""
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(0))
+    for factor in (1e-12, 1.0, 1e12):
+        codes = INT6.encode(weight * factor)
+        off = (codes.dequantize() - weight * factor).abs().max() / factor
+        assert off <= 0.51 * weight.abs().max() / 31
