@@ -90,7 +90,7 @@ struct Linear {
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
-  // Results of this part and of those that follow.
+  // Results of this part and of the parts behind it.
   int64_t all_results() const { return num_results() + (next == nullptr ? 0 : next->all_results()); }
   // Row of the weight for a panel's column; out_features or more in the panel's padding.
   int64_t feature_of(int64_t panel, int64_t column) const {
