@@ -113,7 +113,8 @@ class PackedWeight:
         self.num_results = self.out_features // 2 if gated else self.out_features
         self.bias = _merged_bias(biases, self.sizes)
         self.scales, self.mins = codes.scales, codes.mins
-        self.order, self.further = getattr(codes, "order", None), None
+        self.order: Tensor | None = getattr(codes, "order", None)
+        self.further: PackedWeight | None = None
         self.struct = LinearStruct(
             bias=address_of(self.bias),
             scales=address_of(self.scales),
@@ -127,8 +128,8 @@ class PackedWeight:
             **(codes.layout if isinstance(codes, StoredCodes) else {}),
         )
         self.address = ctypes.addressof(self.struct)
-        size = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
-        self.panels = allocate(size, dtype=codes.storage)
+        count = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
+        self.panels = allocate(count, dtype=codes.storage)
         self.struct.panels = self.panels.data_ptr()
         codes.pack(self.address)
 

@@ -166,7 +166,9 @@ def dequantized(codes: Any) -> Tensor:
     """The numbers of codes of any kind, up to their last bit: much faster than `dequantize`."""
     if not hasattr(codes, "affine"):
         return codes.dequantize()
-    zeros, scales, minimums = (part if part is None else part.contiguous() for part in codes.affine())
+    zeros, scales, minimums = codes.affine()
+    zeros, scales = zeros.contiguous(), scales.contiguous()
+    minimums = None if minimums is None else minimums.contiguous()
     values, out = codes.values.contiguous(), torch.empty(codes.values.shape)
     library().inflight_ops_dequantize(
         values.data_ptr(),

@@ -28,8 +28,11 @@ _ZERO_AND_SCALE = 3  # bytes: with zero points in bytes
 class Stored(Protocol):
     """A tensor in a file; `code` is its dtype's name if that has eight bits or less."""
 
-    shape: list[int]
-    code: str | None
+    @property
+    def shape(self) -> list[int]: ...
+
+    @property
+    def code(self) -> str | None: ...
 
 
 def saved_by_codes(
