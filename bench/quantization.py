@@ -56,6 +56,10 @@ FORMATS: dict[str, dict[str, Any]] = {
     "fp8 weights": dict(quantization="fp8"),
     "fp8 weights and KV": dict(quantization="fp8", kv_cache_dtype="fp8"),
     "int4 weights": dict(quantization="int4"),
+    "int8 weights, head 6": dict(quantization="int8", head_bits=6),
+    "int4 weights, head 4": dict(quantization="int4", head_bits=4),
+    "int4 weights, head 6": dict(quantization="int4", head_bits=6),
+    "int4 weights, head 16": dict(quantization="int4", head_bits=16),
     "int4 weights, GPU": dict(quantization="int4"),
     "int4, GPTQ on own samples": dict(),
 }

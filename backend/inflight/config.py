@@ -160,9 +160,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         kv_cache_memory: size of the KV pool in bytes or as a string ("4GiB"). `None` takes a share of the free
             RAM on a CPU, and what `gpu_memory_utilization` leaves on a GPU.
         kv_cache_dtype: storage type of the KV pool: "auto" is the model's dtype; "int8" takes half the bytes of
-            bfloat16, so the pool holds twice the tokens; so does "fp8" (e4m3), on GPUs of compute capability
-            8.9 and up. A kernel without support for it is rejected at load. The scales of "fp8" are the
-            checkpoint's if it has them, else they are calibrated at load with random tokens.
+            bfloat16, so the pool holds twice the tokens; so does "fp8" (e4m3), on GPUs of capability 8.9 and up.
+            The scales of "fp8" are the checkpoint's if it has them, else calibrated at load with random tokens.
         num_gpu_blocks_override: exact number of KV blocks, for tests and benchmarks.
         watermark: share of the KV blocks that admission keeps free for the running requests, so that a new one
             does not cause a preemption at once. It never blocks a request that would run alone.
@@ -238,10 +237,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             other models with the native kernel, on weights packed at load. On a GPU, run recognised norms, rotary
             embeddings and gated MLPs with fused kernels, on merged projections.
         quantization: "int8" (CPU), "fp8" (GPU of compute capability 8.9) and "int4" (CPU, GPU of 8.0) store the weights
-            of linear layers in eight or four bits. On a CPU, inputs are quantized to eight bits, and the head has
-            eight, too. A GPU needs dtype bfloat16 or float16, and leaves the head as it is. See docs/quantization.md.
-            `None`: as loaded; a quantized checkpoint needs no option. The other values name how the checkpoint is
-            stored, as vLLM's do, and are refused if it is stored in another way.
+            of linear layers in eight or four bits. On a CPU, inputs are quantized to eight bits. A GPU needs dtype
+            bfloat16 or float16, and leaves the head as it is. `None`: as loaded; a quantized checkpoint needs none.
+            The other values name how the checkpoint is stored, as vLLM's do, and are refused if it is not.
+        head_bits: of the head's weights on a CPU with `quantization` "int8" or "int4". `None`: 8.
         max_replays: when the engine process dies, the next one continues its requests. A request fails when it alone
             can be the cause of more than this many deaths, with no token between them. 0: all running ones fail.
         engine_timeout: seconds in which the engine process must finish a step, or show that nothing runs; a large step
@@ -330,6 +329,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     check_on_load: bool = True
     native_forward: bool = True
     quantization: Literal["int8", "fp8", "int4", _Stored] | None = None
+    head_bits: Literal[4, 6, 8, 16] | None = None
     max_replays: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 2
     engine_timeout: _Seconds = 60.0
     spare_engine: bool = True

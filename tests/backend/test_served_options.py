@@ -94,6 +94,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "check_on_load": {"check_on_load": False},
     "native_forward": {"native_forward": False},
     "quantization": {"quantization": "int8"},
+    "head_bits": {"quantization": "int8", "head_bits": 6},
     "max_replays": {"max_replays": 1},
     "engine_timeout": {"engine_timeout": 5.0},
     "spare_engine": {"spare_engine": False},

@@ -44,7 +44,8 @@ from inflight.loading.load_errors import LoadError, in_models_code
 from inflight.loading.loaded_model import CheckpointInfo, LoadedModel, Sizing, device_of
 from inflight.loading.memory_plan import plan_on_cpu
 from inflight.loading.paged_layers import PagedLayers
-from inflight.loading.quantization.schemes import scheme_of
+from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, num_weights, rounds_inputs
+from inflight.loading.quantization.schemes import check_scheme, scheme_of
 from inflight.loading.recognise.attention_probe import probe
 
 __all__ = ["LoadError", "LoadedModel", "load"]
@@ -71,7 +72,7 @@ def load(config: EngineConfig) -> LoadedModel:
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
-    scheme_of(config).check(config, device, dtype)
+    check_scheme(config, device, dtype)
     check_switches(config.kernel_config, device)
     check_weights_fit(config, hf_config, dtype, device)
     meter = meter_of(device)
@@ -145,8 +146,7 @@ def _cases(
     worth = _CHECKED_WEIGHTS * (1000 if device.type == "cuda" else 1)
     is_half = next(model.parameters()).dtype != torch.float32
     repeats = _REPEATS if is_half and has_experts(text_config) else 1
-    num_weights = sum(parameter.numel() for parameter in model.parameters())
-    budget = min(_CHECKED_TOKENS, worth // max(1, num_weights * repeats))
+    budget = min(_CHECKED_TOKENS, worth // max(1, num_weights(model) * repeats))
     return cases(int(text_config.vocab_size), max_len, limits, min(windows, default=None), budget, repeats)
 
 
@@ -166,13 +166,18 @@ def _load_check(
     if rotary is not None:
         loaded.info.choices.append(rotary.choice)
         loaded.hooks.append(rotary)
-    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], scheme_of(config).tolerance)
+    allowed = tolerance(expected, KV_DTYPES[config.kv_cache_dtype], _rounding(model, config))
     check = LoadCheck(
         model_type, loaded.backend, expected, allowed, config.block_size, device, loaded.hooks, tuple(limits)
     )
     if allowed > EXACT:
         _require_right(check, lambda part: part.structure_error(model, loaded.layers), EXACT, "in float32 ")
     return check
+
+
+def _rounding(model: nn.Module, config: EngineConfig) -> float:
+    """Relative error that the storage of weights explains, and inputs in eight bits."""
+    return max(scheme_of(config).tolerance, ROUNDED_INPUTS if rounds_inputs(model) else 0.0)
 
 
 def _reference(model: nn.Module, model_type: str, found: list[Case], device: torch.device) -> Reference:

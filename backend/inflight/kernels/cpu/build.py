@@ -28,7 +28,10 @@ _HERE = Path(__file__).resolve().parent
 LIBRARY = _HERE / "_cpu_kernels.so"
 
 # Sources compiled once, and sources compiled for each instruction set.
-_ONCE = [_HERE / f"{name}.cpp" for name in ("cpu_library", "cpu_attention", "cpu_ops", "cpu_decoder", "cpu_sampler")]
+_ONCE = [
+    _HERE / f"{name}.cpp"
+    for name in ("cpu_library", "cpu_attention", "cpu_ops", "cpu_pack", "cpu_decoder", "cpu_sampler")
+]
 _PER_SET = [_HERE / f"{name}.cpp" for name in ("cpu_attention_kernels", "cpu_ops_kernels", "cpu_sampler_kernels")]
 
 _FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno"]

@@ -19,8 +19,16 @@ constexpr int kChunk = 512;
 constexpr int kRowsPerItem = 36;  // query rows (tokens x query heads per KV head) that share a pass over the keys
 constexpr int kRowsOfHeads = 64;  // the same, over all heads of an item with more than one
 
-// kInt8: KV pools only; kCodes8 and kCodes4: weights only.
-enum Dtype : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2, kInt8 = 3, kCodes8 = 4, kCodes4 = 5 };
+// kInt8: KV pools only; those after it: weights only.
+enum Dtype : int32_t {
+  kFloat32 = 0,
+  kBfloat16 = 1,
+  kFloat16 = 2,
+  kInt8 = 3,
+  kCodes8 = 4,
+  kCodes4 = 5,
+  kStoredCodes = 6,
+};
 
 inline int64_t element_size(int32_t dtype) { return dtype == kFloat32 ? 4 : dtype == kInt8 || dtype == kCodes8 ? 1 : 2; }
 

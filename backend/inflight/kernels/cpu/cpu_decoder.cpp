@@ -39,23 +39,37 @@ struct Scratch {
   bool alone;    // normed and bytes are per thread, with the same contents on all
 };
 
-void multiply(Team* team, const Linear& linear, Matrix x, const Result& result, const Scratch& scratch) {
-  if (linear.has_codes()) {
-    const int64_t size = linear.in_features, element = element_size(result.dtype);
-    auto* bytes = reinterpret_cast<int8_t*>(scratch.bytes);
-    auto* groups = reinterpret_cast<GroupSums*>(scratch.bytes + padded(x.rows * size, 64));
-    each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
-      const Quantized to = {bytes + first * size, groups + first, x.rows, linear.input_group};
-      ops_kernels().quantize(x.data + first * size * element, result.dtype, last - first, size, to);
-    });
-    x = {scratch.bytes, size, x.rows, groups};
+// The operand of codes: rows of activations in bytes.
+Matrix quantized(Team* team, const Linear& linear, const Matrix& x, int32_t dtype, const Scratch& scratch) {
+  const int64_t size = linear.in_features, element = element_size(dtype);
+  auto* bytes = reinterpret_cast<int8_t*>(scratch.bytes);
+  auto* groups = reinterpret_cast<GroupSums*>(scratch.bytes + padded(x.rows * size, 64));
+  each(scratch.alone ? nullptr : team, x.rows, [&](int64_t first, int64_t last) {
+    const Quantized to = {bytes + first * size, groups + first, x.rows, linear.input_group, linear.order};
+    ops_kernels().quantize(x.data + first * size * element, dtype, last - first, size, to);
+  });
+  return {scratch.bytes, size, x.rows, groups};
+}
+
+void multiply(Team* team, const Linear& linear, const Matrix& x, Result result, const Scratch& scratch) {
+  Matrix bytes = {};
+  const Linear* quantized_for = nullptr;
+  const int64_t element = result.into == Into::kActivations ? element_size(result.dtype) : sizeof(float);
+  for (const Linear* part = &linear; part != nullptr; part = part->next) {
+    if (part->has_codes() && (quantized_for == nullptr || part->input_group != quantized_for->input_group ||
+                              part->order != quantized_for->order)) {
+      bytes = quantized(team, *part, x, result.dtype, scratch);
+      quantized_for = part;
+    }
+    const Matrix& operand = part->has_codes() ? bytes : x;
+    each(team, part->num_panels(),
+         [&](int64_t first, int64_t last) { ops_kernels().multiply(*part, operand, first, last, result); });
+    result.data += part->num_results() * element;
   }
-  each(team, linear.num_panels(),
-       [&](int64_t first, int64_t last) { ops_kernels().multiply(linear, x, first, last, result); });
 }
 
 int64_t quantized_bytes(int64_t rows, int64_t size) {
-  return padded(rows * size, 64) + rows * ((size + kFineGroup - 1) / kFineGroup) * int64_t(sizeof(GroupSums));
+  return padded(rows * size, 64) + rows * ((size + kFinestGroup - 1) / kFinestGroup) * int64_t(sizeof(GroupSums));
 }
 
 class Arena {
@@ -81,7 +95,7 @@ class Pass {
     const Layer& attention = *decoder.layers->attention;
     query_width_ = int64_t(attention.num_heads) * attention.key_size;
     key_width_ = int64_t(attention.num_kv_heads) * attention.key_size;
-    width_ = decoder.layers->qkv.out_features;
+    width_ = decoder.layers->qkv.all_results();
     out_width_ = decoder.layers->output.in_features;
     middle_width_ = decoder.layers->down.in_features;
   }

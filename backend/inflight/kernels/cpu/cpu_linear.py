@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
+from inflight.kernels.cpu.stored_codes import LAYOUT, StoredCodes
 from inflight.kernels.cpu.weight_format import PLAIN, Codes, WeightFormat, empty_codes
 
 __all__ = ["LinearStruct", "PackedWeight", "address_of", "linear", "unsupported_weight"]
@@ -23,11 +24,14 @@ class LinearStruct(ctypes.Structure):
         ("bias", c_void_p),
         ("scales", c_void_p),
         ("mins", c_void_p),
+        ("next", c_void_p),
+        ("order", c_void_p),
         ("in_features", c_int64),
         ("out_features", c_int64),
         ("dtype", c_int32),
         ("gated", c_int32),
         ("input_group", c_int32),
+        *LAYOUT,
     ]
 
 
@@ -53,6 +57,8 @@ class PackedWeight:
 
     Attributes:
         scales, mins: float32 [out_features] of the stored codes; None if they have none.
+        order: int32 [in_features]: input k of the panels is input order[k]; None if that is k.
+        further: more outputs, in another format, that `chain` put behind these.
         struct: the layer's description for the kernel.
         address: of `struct`.
 
@@ -71,27 +77,59 @@ class PackedWeight:
             reason = unsupported_weight(weight)
             if reason is not None:
                 raise ValueError(f"cannot pack {reason}; use torch's linear")
-        self.dtype = weights[0].dtype
-        self.sizes = [len(weight) for weight in weights]
-        self.in_features = weights[0].shape[1]
+        codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
+        self._fill(codes, weights[0].dtype, (weights[0].shape[1], [len(weight) for weight in weights]), biases, gated)
+
+    @classmethod
+    def of_codes(
+        cls,
+        codes: Codes,
+        dtype: torch.dtype,
+        size: tuple[int, Sequence[int]],
+        biases: Sequence[Tensor | None] = (),
+        gated: bool = False,
+    ) -> PackedWeight:
+        """A weight that is in codes already.
+
+        Args:
+            dtype: of `unpack`.
+            size: in_features, and the outputs of each part.
+        """
+        made = cls.__new__(cls)
+        made._fill(codes, dtype, size, biases, gated)
+        return made
+
+    def _fill(
+        self,
+        codes: Codes,
+        dtype: torch.dtype,
+        size: tuple[int, Sequence[int]],
+        biases: Sequence[Tensor | None],
+        gated: bool,
+    ) -> None:
+        self.dtype = dtype
+        self.in_features, self.sizes = size[0], list(size[1])
         self.out_features = sum(self.sizes)
         self.num_results = self.out_features // 2 if gated else self.out_features
         self.bias = _merged_bias(biases, self.sizes)
-        codes = stored_as.encode((weights[0] if len(weights) == 1 else torch.cat(list(weights))).contiguous())
         self.scales, self.mins = codes.scales, codes.mins
+        self.order: Tensor | None = getattr(codes, "order", None)
+        self.further: PackedWeight | None = None
         self.struct = LinearStruct(
             bias=address_of(self.bias),
             scales=address_of(self.scales),
             mins=address_of(self.mins),
+            order=address_of(self.order),
             in_features=self.in_features,
             out_features=self.out_features,
             dtype=codes.dtype,
             gated=int(gated),
             input_group=codes.input_group,
+            **(codes.layout if isinstance(codes, StoredCodes) else {}),
         )
         self.address = ctypes.addressof(self.struct)
-        size = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
-        self.panels = allocate(size, dtype=codes.storage)
+        count = library().inflight_ops_packed_bytes(self.address) // codes.storage.itemsize
+        self.panels = allocate(count, dtype=codes.storage)
         self.struct.panels = self.panels.data_ptr()
         codes.pack(self.address)
 
@@ -103,9 +141,27 @@ class PackedWeight:
     def codes(self) -> Codes:
         """The codes that the panels hold."""
         size = self.out_features, self.in_features
-        codes = empty_codes(size, self.panels.dtype, self.scales, self.mins, self.struct.input_group)
+        codes: Codes
+        if self.struct.dtype == StoredCodes.dtype:
+            codes = StoredCodes.empty(size, self.struct, self.order)
+        else:
+            codes = empty_codes(size, self.panels.dtype, self.scales, self.mins, self.struct.input_group)
         codes.unpack(self.address)
         return codes
+
+    def joins(self, other: PackedWeight) -> bool:
+        """Whether the codes of both can be those of one weight: of one kind, in the same groups and order."""
+        names = ("in_features", "dtype", "input_group", *(name for name, _ in LAYOUT))
+        if any(getattr(self.struct, name) != getattr(other.struct, name) for name in names):
+            return False
+        if self.order is None or other.order is None:
+            return self.order is other.order
+        return torch.equal(self.order, other.order)
+
+    def chain(self, further: PackedWeight | None) -> None:
+        """Put the results of `further`, a weight of the same inputs, behind these; None: nothing."""
+        self.further = further
+        self.struct.next = None if further is None else further.address
 
 
 def _merged_bias(biases: Sequence[Tensor | None], sizes: list[int]) -> Tensor | None:
@@ -122,6 +178,7 @@ def address_of(tensor: Tensor | None) -> int | None:
 def linear(x: Tensor, weight: PackedWeight) -> Tensor:
     """The product of x [..., in_features] and the weight, plus its bias: [..., results], in x's dtype."""
     x = x.contiguous()
+    assert weight.further is None
     out = x.new_empty(*x.shape[:-1], weight.num_results)
     rows = x.numel() // weight.in_features
     library().inflight_ops_linear(

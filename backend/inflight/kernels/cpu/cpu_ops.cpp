@@ -8,12 +8,6 @@
 namespace inflight {
 namespace {
 
-// Row of the weight for a panel's column; out_features or more in the panel's padding.
-int64_t feature_of(const Linear& linear, int64_t panel, int64_t column) {
-  const int64_t width = linear.panel_results(), result = panel * width + column % width;
-  return result < linear.num_results() ? column / width * linear.num_results() + result : linear.out_features;
-}
-
 // Convert panels first .. last from or to the plain weight [out_features, in_features].  A word holds the
 // elements that one step multiplies.
 template <class Word, bool kUnpack>
@@ -22,7 +16,7 @@ void repack(const Linear& linear, char* plain, char* packed, int64_t first, int6
   for (int64_t panel = first; panel < last; ++panel) {
     char* rows[kPanel];  // aligned to elements, not to words
     for (int64_t column = 0; column < kPanel; ++column) {
-      const int64_t feature = feature_of(linear, panel, column);
+      const int64_t feature = linear.feature_of(panel, column);
       rows[column] = feature < linear.out_features ? plain + feature * words * sizeof(Word) : nullptr;
     }
     Word* at = reinterpret_cast<Word*>(packed) + panel * words * kPanel;
@@ -54,7 +48,7 @@ void repack4(const Linear& linear, const PlainCodes4& plain, uint8_t* packed, in
   const int64_t size = linear.in_features, groups = linear.num_groups(), bytes = linear.panel_bytes() / groups;
   for (int64_t panel = first; panel < last; ++panel) {
     for (int64_t column = 0; column < kPanel; ++column) {
-      const int64_t feature = feature_of(linear, panel, column);
+      const int64_t feature = linear.feature_of(panel, column);
       const bool low = column < kPanel / 2;
       for (int64_t group = 0; group < groups; ++group) {
         uint8_t* header = packed + panel * linear.panel_bytes() + group * bytes;

@@ -21,6 +21,41 @@ constexpr int kPanel = 32;
 // Inputs of a row that share a scale.  The fine group costs a tenth of a product, and halves what inputs lose.
 constexpr int kInputGroup = 64;
 constexpr int kFineGroup = 32;
+constexpr int kFinestGroup = 16;  // of weights whose own groups are as small
+
+// How the codes of a checkpoint are stored, and in panels: weight = (code - zero) * scale - minimum.  A scale has `group`
+// inputs.  It is a number, or an integer of a byte times the unit of its span, a number in float16.
+//
+// A panel is a sequence of spans: the units of its features' scales, then of their minimums, if they have units; and
+// groups.  A group: scales of the features; their minimums; then blocks of kBlockInputs inputs (cpu_stored_codes.h).
+struct StoredCodes {
+  enum Scale : int32_t { kHalf, kBfloat, kFloat, kUnsignedByte, kSignedByte };
+  enum Minimum : int32_t {
+    kNone,
+    kZero,           // a signed byte, times the scale
+    kHalfMinimum,    // float16
+    kByteOfMinimum,  // an unsigned byte, times a unit
+  };
+  static constexpr int kBlockInputs = 16;
+
+  int32_t bits;  // 4, 6 or 8
+  int32_t group;  // a multiple of the input group
+  int32_t span;  // a multiple of the group; divides in_features
+  int32_t zero;  // of all codes
+  int32_t scale;  // Scale
+  int32_t minimum;  // Minimum
+
+  bool has_units() const { return scale == kUnsignedByte || scale == kSignedByte; }
+  int64_t scale_size() const { return has_units() ? 1 : scale == kFloat ? 4 : 2; }
+  int64_t minimum_size() const { return minimum == kNone ? 0 : minimum == kHalfMinimum ? 2 : 1; }
+  int64_t span_bytes() const { return kPanel * (2 * has_units() + 2 * (minimum == kByteOfMinimum)); }
+  int64_t header_bytes() const { return kPanel * (scale_size() + minimum_size()); }
+  int64_t block_bytes() const { return kBlockInputs * kPanel * bits / 8; }
+  int64_t group_bytes() const { return header_bytes() + group / kBlockInputs * block_bytes(); }
+  int64_t panel_bytes(int64_t in_features) const {
+    return in_features / span * span_bytes() + in_features / group * group_bytes();
+  }
+};
 
 // A weight [out_features, in_features], packed as panels [in_features / depth][kPanel][depth].  The depth is 4
 // for codes, 2 for bfloat16 and 1 otherwise, and divides in_features; the last panel is padded with zeros.
@@ -30,28 +65,41 @@ constexpr int kFineGroup = 32;
 // Codes of four bits (kCodes4) have a scale and a minimum per feature and group of kFineGroup inputs, which divides
 // in_features: code * scale - minimum, each a byte times a number of the feature.  A panel has the bytes of each group in
 // front of its codes (cpu_codes.h).
+// Codes of a checkpoint (kStoredCodes) are kept as they are: see StoredCodes.
 //
 // A gated layer consists of two of half the size: a panel has kPanel / 2 features of the gate, then the same
 // features of the other operand, and the result is silu(gate) * other, [out_features / 2].
+// Features of the same inputs in another format follow in `next`: their results come behind those of this part.
 struct Linear {
   const char* panels;
   const float* bias;    // [out_features], or null
   const float* scales;  // codes: [out_features]
   const float* mins;    // codes of four bits: [out_features]
+  const Linear* next;   // or null
+  const int32_t* order;  // stored codes: the weight's input k is input order[k] of the product; null: they are the same
   int64_t in_features;
   int64_t out_features;
   int32_t dtype;
   int32_t gated;
-  int32_t input_group;  // codes: kInputGroup or kFineGroup
+  int32_t input_group;  // codes: kInputGroup, kFineGroup or kFinestGroup
+  StoredCodes stored;
 
-  bool has_codes() const { return dtype == kCodes8 || dtype == kCodes4; }
+  bool has_codes() const { return dtype == kCodes8 || dtype == kCodes4 || dtype == kStoredCodes; }
   int64_t depth() const { return has_codes() ? 4 : dtype == kBfloat16 ? 2 : 1; }
   int64_t steps() const { return in_features / depth(); }
   int64_t num_results() const { return gated ? out_features / 2 : out_features; }
   int64_t panel_results() const { return gated ? kPanel / 2 : kPanel; }
   int64_t num_panels() const { return (num_results() + panel_results() - 1) / panel_results(); }
+  // Results of this part and of the parts behind it.
+  int64_t all_results() const { return num_results() + (next == nullptr ? 0 : next->all_results()); }
+  // Row of the weight for a panel's column; out_features or more in the panel's padding.
+  int64_t feature_of(int64_t panel, int64_t column) const {
+    const int64_t width = panel_results(), result = panel * width + column % width;
+    return result < num_results() ? column / width * num_results() + result : out_features;
+  }
   int64_t num_groups() const { return (in_features + input_group - 1) / input_group; }
   int64_t panel_bytes() const {
+    if (dtype == kStoredCodes) return stored.panel_bytes(in_features);
     if (dtype == kCodes4) return num_groups() * kPanel * (2 + kFineGroup / 2);
     return in_features * kPanel * element_size(dtype);
   }
@@ -89,6 +137,7 @@ struct Quantized {
   GroupSums* groups;  // of the first row; its next group is `pitch` elements away
   int64_t pitch;
   int64_t group;      // inputs
+  const int32_t* order;  // see Linear
 };
 
 // One layer of the decoder: norm, attention with merged projections, norm, gated MLP.
@@ -130,6 +179,16 @@ struct PlainCodes4 {
   uint8_t* codes;
   uint8_t* scales;
   uint8_t* mins;
+};
+
+// Stored codes [out_features, in_features]; scales and minimums [out_features, groups] and their units
+// [out_features, spans], of the sizes that StoredCodes says, or null.
+struct PlainStored {
+  uint8_t* codes;
+  char* scales;
+  char* minimums;
+  char* units;
+  char* minimum_units;
 };
 
 // The functions of one instruction set.

@@ -4,6 +4,7 @@
 #include "cpu_choose_codes.h"
 #include "cpu_codes.h"
 #include "cpu_layout.h"
+#include "cpu_stored_codes.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -25,6 +26,7 @@ void multiply(const Linear& linear, const Matrix& x, int64_t first, int64_t last
       return linear.input_group == kInputGroup ? multiply_code_panels<Codes8<kInputGroup>>(linear, x, first, last, result)
                                                : multiply_code_panels<Codes8<kFineGroup>>(linear, x, first, last, result);
     case kCodes4: return multiply_code_panels<Codes4>(linear, x, first, last, result);
+    case kStoredCodes: return multiply_stored_panels(linear, x, first, last, result);
     default:
 #if defined(__AVX512BF16__)
       return multiply_panels<Bfloat16Dot>(linear, x, first, last, result);
@@ -91,10 +93,20 @@ INFLIGHT_INLINE void quantize_group(const Elem* from, int64_t count, int8_t* to,
   group->start = int32_t(-128u * sum);
 }
 
+// The elements order[0], order[1] and so on, until the next call.
+template <class Elem>
+const Elem* in_order(const Elem* from, int64_t size, const int32_t* order) {
+  thread_local std::vector<Elem> elements;
+  elements.resize(size);
+  for (int64_t i = 0; i < size; ++i) elements[i] = from[order[i]];
+  return elements.data();
+}
+
 template <int kGroup, class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
   for (int64_t row = 0; row < rows; ++row) {
     const Elem* from = x + row * size;
+    if (out.order != nullptr) from = in_order(from, size, out.order);
     int8_t* to = out.bytes + row * size;
     GroupSums* group = out.groups + row;
     int64_t i = 0;
@@ -106,7 +118,8 @@ void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& o
 template <class Elem>
 void quantize_rows(const Elem* x, int64_t rows, int64_t size, const Quantized& out) {
   if (out.group == kInputGroup) quantize_rows<kInputGroup>(x, rows, size, out);
-  else quantize_rows<kFineGroup>(x, rows, size, out);
+  else if (out.group == kFineGroup) quantize_rows<kFineGroup>(x, rows, size, out);
+  else quantize_rows<kFinestGroup>(x, rows, size, out);
 }
 
 void quantize(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out) {

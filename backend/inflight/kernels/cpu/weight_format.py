@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.library import DTYPE_CODES, library
+from inflight.kernels.cpu.stored_codes import StoredCodes
 
 __all__ = [
     "FINE_INT8",
     "INT4",
+    "INT6",
     "INT8",
     "PLAIN",
     "UNCHANGED",
@@ -29,6 +31,8 @@ __all__ = [
 _ROWS = 4096  # quantized at once, in float32
 _ZERO = 128  # the code of zero in eight bits: codes are unsigned
 _GROUP, _FINE_GROUP = 64, 32  # kInputGroup and kFineGroup of cpu_ops.h
+_ZERO6, _LARGEST6 = 32, 31
+_SMALLEST_HALF = 2.0**-14  # of full precision
 _CODES8, _CODES4 = 4, 5  # their dtypes, after those of library.DTYPE_CODES
 
 
@@ -115,6 +119,10 @@ class Codes8:
     def unpack(self, linear: int) -> None:
         library().inflight_ops_unpack(linear, self.values.data_ptr(), torch.get_num_threads())
 
+    def affine(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        """See `StoredCodes`."""
+        return torch.full((len(self.scales), 1), float(_ZERO)), self.scales[:, None], None
+
     def dequantize(self) -> Tensor:
         return (self.values.float() - _ZERO) * self.scales[:, None]
 
@@ -160,9 +168,13 @@ class Codes4:
     def unpack(self, linear: int) -> None:
         library().inflight_ops_unpack4(linear, ctypes.byref(self.struct), torch.get_num_threads())
 
-    def dequantize(self) -> Tensor:
+    def affine(self) -> tuple[Tensor, Tensor, Tensor]:
+        """See `StoredCodes`."""
         scales = self.group_scales.float() * self.scales[:, None]
-        mins = self.group_mins.float() * self.mins[:, None]
+        return torch.zeros_like(scales), scales, self.group_mins.float() * self.mins[:, None]
+
+    def dequantize(self) -> Tensor:
+        _, scales, mins = self.affine()
         groups = self.values.view(*self.group_scales.shape, _FINE_GROUP).float()
         return (groups * scales[..., None] - mins[..., None]).view(self.values.shape)
 
@@ -217,6 +229,33 @@ class Int8Format:
         return Codes8(values, scales, self.input_group)
 
 
+class Int6Format:
+    """A `WeightFormat`: six bits, symmetric, with a scale per output feature and group of 64 inputs.
+
+    For a head, between eight bits and four.  Weights have eight bits unless K is a multiple of 64.
+    """
+
+    def encode(self, weight: Tensor) -> Codes:
+        num_outputs, num_inputs = weight.shape
+        if num_inputs % _GROUP:
+            return INT8.encode(weight)
+        values = torch.empty(weight.shape, dtype=torch.uint8)
+        scales = torch.empty(num_outputs, num_inputs // _GROUP)
+        for start in range(0, num_outputs, _ROWS):
+            part = weight[start : start + _ROWS].float().unflatten(1, (-1, _GROUP))
+            scale = part.abs().amax(2) / _LARGEST6
+            scales[start : start + _ROWS] = scale = _as_half(scale)
+            codes = (part / scale.clamp_min(1e-30)[..., None]).round_().clamp_(-_ZERO6, _LARGEST6)
+            values[start : start + _ROWS] = codes.add_(_ZERO6).flatten(1)
+        return StoredCodes(values, 6, _ZERO6, scales.half() if torch.equal(scales.half().float(), scales) else scales)
+
+
+def _as_half(scales: Tensor) -> Tensor:
+    """Rounded to float16, except where some are too large or too small for it."""
+    rounded = scales.half().float()
+    return rounded if bool((rounded.isfinite() & ((rounded >= _SMALLEST_HALF) | (scales == 0))).all()) else scales
+
+
 class Int4Format:
     """A `WeightFormat`: four bits, with a scale and a minimum per output feature and group of 32 inputs, a byte each.
 
@@ -243,6 +282,7 @@ class Int4Format:
 PLAIN = PlainFormat()
 INT8 = Int8Format(_GROUP)
 FINE_INT8 = Int8Format(_FINE_GROUP)
+INT6 = Int6Format()
 INT4 = Int4Format()
 
 

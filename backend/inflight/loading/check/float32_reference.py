@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear
+from inflight.loading.quantization.coded_linear import CodedLinear
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.loading.quantization.int4_linear import Int4Linear
 
@@ -38,8 +39,9 @@ def _widened(value: Any) -> Any:
 
 
 def can_run_in_float32(model: nn.Module) -> bool:
-    """Whether all weights are plain numbers, in fp8 or in four bits; others are read by kernels with own dtypes."""
-    parts = [module for module in model.modules() if not isinstance(module, Fp8Linear | BlockFp8Linear | Int4Linear)]
+    """Whether all weights are plain numbers, in fp8 or in codes; others are read by kernels with own dtypes."""
+    in_codes = Fp8Linear | BlockFp8Linear | Int4Linear | CodedLinear
+    parts = [module for module in model.modules() if not isinstance(module, in_codes)]
     tensors = (x for part in parts for x in (*part.parameters(recurse=False), *part.buffers(recurse=False)))
     floats = [x for x in tensors if x.is_floating_point()]
     return all(p.dtype in (torch.float32, *_HALF) for p in floats) and any(p.dtype in _HALF for p in floats)

@@ -25,6 +25,7 @@ from inflight.loading.checkpoint.stored_checkpoint import load_codes, without_qu
 from inflight.loading.checkpoint.weights import from_config, pretrained
 from inflight.loading.load_errors import LoadError
 from inflight.loading.quantization.block_weight import BLOCK_KINDS
+from inflight.loading.quantization.coded_linear import keeps_codes
 from inflight.loading.quantization.schemes import scheme_of
 from inflight.loading.quantization.stored_weight import ROWS
 
@@ -63,6 +64,8 @@ def load_gguf(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: 
         model = from_config(config, plain, dtype, torch.device("meta"))
         _expect_places(model, header, names)
         found = _tensors(model, header, names, hf_config.to_dict(), dtype)
+        if keeps_codes(config, device):
+            _share_codes(found, header, names)
     except (GgufError, LoadError) as error:
         raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {error}") from None
     if found.sources:
@@ -108,6 +111,18 @@ def _tensors(
         else:
             found.state[name] = _dequantised(rows, info, dtype)
     return found
+
+
+def _share_codes(found: _Tensors, header: GgufHeader, names: Mapping[str, str]) -> None:
+    """Give the head of a model that ties it the codes of the embedding: a head is multiplied, a table is not."""
+    source = next((source for source, name in names.items() if name == "model.embed_tokens.weight"), None)
+    info = None if source is None else header.tensors[source]
+    if info is None or "output.weight" in names or info.type.name in PLAIN:
+        return
+    with header.path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    found.state[f"lm_head.{info.type.name}"] = _mapped(content, info)
+    found.sources["lm_head"] = info.name
 
 
 def _mapped(content: mmap.mmap, info: TensorInfo) -> Tensor:

@@ -29,6 +29,7 @@ from inflight.loading.checkpoint.gptq_format import GptqFormat
 from inflight.loading.checkpoint.tensor_files import TensorFiles, headers_of
 from inflight.loading.checkpoint.weights import pretrained
 from inflight.loading.load_errors import LoadError
+from inflight.loading.quantization.coded_linear import CpuCodes, keeps_codes
 from inflight.loading.quantization.int4_linear import Int4Codes, stays_in_codes
 from inflight.loading.quantization.packing import Format, Header
 from inflight.loading.quantization.schemes import scheme_of
@@ -92,15 +93,17 @@ def load_codes(
     model = pretrained(
         plainly, plain, dtype, torch.device("cpu"), stored_as.elsewhere, quantization_config=asked, **options
     )
-    kept = None
-    if stays_in_codes(config.quantization, device, dtype):
+    kept: Int4Codes | CpuCodes | None = None
+    if keeps_codes(config, device):
+        kept = CpuCodes(dtype)
+    elif stays_in_codes(config.quantization, device, dtype):
         kept = Int4Codes(dtype, device, config.check_on_load)
     try:
         dequantised = _place(model, TensorFiles(config.model, config.revision), dtype, kept)
     except LoadError as error:
         raise LoadError(f"{config.model!r} ({hf_config.model_type}) cannot be loaded: {error}") from error
     if kept is not None and kept.count:
-        _log.info("%d linear layers of %s stay in the four bits of %s", kept.count, config.model, method)
+        _log.info("%d linear layers of %s stay in the codes of %s", kept.count, config.model, method)
     if dequantised:
         name = str(dtype).removeprefix("torch.")
         _log.info("the %s weights of %d layers of %s are dequantised to %s", method, dequantised, config.model, name)
@@ -120,7 +123,7 @@ def _header(tensor: Tensor) -> Header:
     return Header("U8" if tensor.dtype == torch.uint8 else str(tensor.dtype), tuple(tensor.shape))
 
 
-def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4Codes | None) -> int:
+def _place(model: nn.Module, files: TensorFiles, dtype: torch.dtype, kept: Int4Codes | CpuCodes | None) -> int:
     """Replace each `StoredLinear` by the layer that computes its products; returns how many are dequantised.
 
     Args:

@@ -24,9 +24,10 @@ from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
 from inflight.hub import gguf_file, snapshot
 from inflight.loading.checkpoint import fp8_scheme
+from inflight.loading.checkpoint.kept_codes import saved_by_codes
 from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
-from inflight.loading.quantization import fp8_linear, int4_linear
+from inflight.loading.quantization import fp8_linear
 from inflight.loading.quantization.block_fp8_linear import stays_in_blocks
 from inflight.loading.quantization.mxfp4_experts import stays_packed
 from inflight.loading.quantization.schemes import scheme_of
@@ -40,7 +41,6 @@ _IGNORED = re.compile(
     r"|^score\.weight$|(^|\.)rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.(attn|attention)\.masked_bias$"
 )
 _CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
-_PACKED, _SCALES = ("qweight", "weight_packed"), ("scales", "weight_scale")  # of codes in int32
 _SCORE = "score.weight"  # of a classifier
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
@@ -63,7 +63,7 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     if _is_dequantised(config):
         model = from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
-        need -= _saved_by_codes(config, model, dtype, device)
+        need -= saved_by_codes(config, model, _stored(config), dtype, device)
     else:
         need = sum(_num_weights(stored) for stored in _stored(config).values()) * dtype.itemsize
         need -= _saved_by_scheme(config, hf_config, dtype, device) + _saved_by_mxfp4(config, dtype)
@@ -79,26 +79,7 @@ def _is_dequantised(config: EngineConfig) -> bool:
     """Whether weights take more memory than their files say; or there are none."""
     if config.load_format == "dummy" or gguf_file(config.model) is not None:
         return True
-    return any(_CODES.search(name) for name in _stored(config))
-
-
-def _saved_by_codes(config: EngineConfig, model: nn.Module, dtype: torch.dtype, device: torch.device) -> int:
-    """Bytes that codes of four bits take less, where they are kept, than the parameters of `model` in their place."""
-    if gguf_file(config.model) is not None or not int4_linear.stays_in_codes(config.quantization, device, dtype):
-        return 0
-    stored, saved = _stored(config), 0
-    plain = {name.removeprefix(f"{model.base_model_prefix}."): part for name, part in model.named_parameters()}
-    for name, codes in stored.items():
-        layer, _, kind = name.rpartition(".")
-        weight = plain.get(f"{layer.removeprefix(f'{model.base_model_prefix}.')}.weight")
-        if kind not in _PACKED or weight is None or 8 * prod(codes.shape) != weight.numel():
-            continue  # nothing of this model, or codes of eight bits
-        found = [stored[f"{layer}.{scale}"] for scale in _SCALES if f"{layer}.{scale}" in stored]
-        scales = prod(found[0].shape) if found else 0
-        num_outputs, num_inputs = weight.shape
-        if scales >= num_outputs and int4_linear.fits(num_inputs, num_outputs * num_inputs // scales):
-            saved += weight.nbytes - weight.numel() // 2 - 3 * scales  # with zero points in bytes
-    return saved
+    return any(_CODES.search(name) or stored.code == "I8" for name, stored in _stored(config).items())
 
 
 def _saved_by_scheme(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: torch.device) -> int:

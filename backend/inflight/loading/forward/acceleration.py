@@ -22,6 +22,7 @@ from inflight.loading.forward.native_decoder import native_decoder
 from inflight.loading.forward.packed_experts import pack_others
 from inflight.loading.forward.packed_linear import pack_linears
 from inflight.loading.quantization.base import Scheme
+from inflight.loading.quantization.coded_linear import CodedLinear, dequantise
 from inflight.ops.base import FusedOps
 
 __all__ = ["CannotQuantize", "accelerate", "use_ops"]
@@ -76,11 +77,21 @@ def accelerate(
             raise CannotQuantize(f"{name} computes other logits with weights in {scheme.name}")
         undo()
         _log.warning("%s runs on torch's linear layers: the packed ones compute other logits", name)
+    _dequantise_rest(model)
     undo_others = pack_others(model)
     if undo_others is not None and not _passes(model, passes):
         undo_others()
         _log.warning("%s runs on torch's products: the packed experts compute other logits", name)
     return model
+
+
+def _dequantise_rest(model: nn.Module) -> None:
+    """Layers in codes that the kernel does not multiply would compute their definition, which is slow."""
+    rest = {name: module for name, module in model.named_modules() if isinstance(module, CodedLinear)}
+    for name, linear in rest.items():
+        model.set_submodule(name, dequantise(linear))
+    if rest:
+        _log.warning("%d layers of %s in codes are dequantised", len(rest), type(model).__name__)
 
 
 def use_ops(model: nn.Module, ops: FusedOps, passes: Callable[[Any], bool], num_positions: int) -> nn.Module:

@@ -7,9 +7,10 @@ Whatever remains different (a multiplier) shows in the check at load, which comp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +21,15 @@ from inflight.kernels.cpu.cpu_attention import MAX_HEAD_SIZE, CpuAttention, CpuK
 from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.weight_format import UNCHANGED, Formats
-from inflight.loading.forward.packed_linear import drop_weights, shared_weights
+from inflight.loading.forward.packed_linear import drop_weights
+from inflight.loading.quantization.coded_linear import CodedLinear, dequantise, packed_together, shared_weights
 from inflight.loading.recognise.decoder import Decoder, decoder_of
 from inflight.loading.recognise.modules import DecoderLayer, NotRecognised, RmsNorm, Rotary, linears_of, rotary
 from inflight.ops.base import HeadNorms
 
 __all__ = ["NativeDecoder", "native_decoder"]
 
+_log = logging.getLogger(__name__)
 _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
@@ -104,11 +107,11 @@ def _expect_supported(decoder: Decoder, angles: Rotary) -> None:
     dtype = decoder.embedding.weight.dtype
     linears: list[Any] = [linear for layer in decoder.layers for linear in linears_of(layer)]
     for linear in [*linears, decoder.head]:
-        if type(linear) is not nn.Linear:
+        if type(linear) not in (nn.Linear, CodedLinear):
             raise NotRecognised(f"{type(linear).__name__} is not a plain linear layer")
-        if linear.weight.dtype != dtype:
+        if (linear.dtype if isinstance(linear, CodedLinear) else linear.weight.dtype) != dtype:
             raise NotRecognised("its weights have different dtypes")
-        if (reason := unsupported_weight(linear.weight)) is not None:
+        if type(linear) is nn.Linear and (reason := unsupported_weight(linear.weight)) is not None:
             raise NotRecognised(f"one of its linear layers has {reason}")
     widths = {decoder.embedding.embedding_dim, decoder.head.in_features, len(decoder.final_norm.weight)}
     if len(widths | {layer.attention.qkv.in_features for layer in decoder.layers}) > 1:
@@ -121,13 +124,23 @@ def _pack(
     undone: list[Callable[[], None]] = []
     shared = shared_weights(model)
 
-    def pack(*linears: nn.Linear, gated: bool = False) -> PackedWeight:
+    def encode(linears: Sequence[nn.Linear], gated: bool = False) -> PackedWeight:
         weights, biases = [linear.weight for linear in linears], [linear.bias for linear in linears]
-        packed = PackedWeight(
-            weights, biases, gated, stored_as.head if linears == (decoder.head,) else stored_as.layers
-        )
+        stored = stored_as.head if linears[0] is decoder.head else stored_as.layers
+        packed = PackedWeight(weights, biases, gated, stored)
         undone.append(drop_weights(list(linears), packed, shared))
         return packed
+
+    def pack(*linears: nn.Module, gated: bool = False) -> PackedWeight:
+        if all(isinstance(linear, nn.Linear) for linear in linears):
+            return encode(cast(Sequence[nn.Linear], linears), gated)
+        together = packed_together(linears, gated, encode)
+        if together is None:
+            _log.warning("a gate and its operand are stored in different codes: both are dequantised")
+            plain = [dequantise(linear) if isinstance(linear, CodedLinear) else linear for linear in linears]
+            return encode(cast(Sequence[nn.Linear], plain), gated)
+        undone.append(together[1])
+        return together[0]
 
     tables = native.DecoderTables(
         layers=[_layer_tables(layer, pack) for layer in decoder.layers],

@@ -1,12 +1,11 @@
 """Linear layers with weights in the order in which the CPU kernel reads them.
 
-`pack_linears` replaces every `nn.Linear` of a model that the kernel supports.  Each plain weight is freed as
-soon as it is packed; `undo` restores it exactly.
+`pack_linears` replaces every `nn.Linear` of a model that the kernel supports, and those in codes.  Each plain weight is
+freed as soon as it is packed; `undo` restores it exactly.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -15,8 +14,9 @@ from torch import Tensor, nn
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
 from inflight.kernels.cpu.weight_format import UNCHANGED, Formats
+from inflight.loading.quantization.coded_linear import CodedLinear, shared_weights
 
-__all__ = ["PackedLinear", "drop_weights", "pack_linears", "shared_weights"]
+__all__ = ["PackedLinear", "drop_weights", "pack_linears"]
 
 
 class PackedLinear(nn.Module):
@@ -72,6 +72,11 @@ def pack_linears(model: nn.Module, stored_as: Formats = UNCHANGED) -> Callable[[
     replaced: dict[nn.Linear, PackedLinear] = {}
     for parent in list(model.modules()):
         for name, module in list(parent.named_children()):
+            if type(module) is CodedLinear:
+                assert module.packed is not None
+                setattr(parent, name, PackedLinear(module.packed))
+                undone.append(partial(setattr, parent, name, module))
+                continue
             if type(module) is not nn.Linear:
                 continue
             if module not in replaced:
@@ -88,11 +93,3 @@ def pack_linears(model: nn.Module, stored_as: Formats = UNCHANGED) -> Callable[[
             step()
 
     return undo if undone else None
-
-
-def shared_weights(model: nn.Module) -> set[int]:
-    """Addresses of weights that an embedding or more than one module uses."""
-    modules = [module for module in model.modules() if isinstance(getattr(module, "weight", None), Tensor)]
-    counts = Counter(module.weight.data_ptr() for module in modules)  # type: ignore[operator]
-    embeddings = {module.weight.data_ptr() for module in modules if isinstance(module, nn.Embedding)}
-    return {address for address, count in counts.items() if count > 1} | embeddings

@@ -52,6 +52,7 @@ class BlockKind(NamedTuple):
         halves: offsets of the numbers in float16 in a block, which must be finite; the first is the scale.
         read: uint8 [B, num_bytes] -> their parts; None: only `numbers_of` knows what they mean.
         numbers_of: uint8 [B, num_bytes] -> float32 [B, numbers].
+        bits: that hold each of the codes of `read`; None: it has none.
     """
 
     name: str
@@ -60,6 +61,7 @@ class BlockKind(NamedTuple):
     halves: tuple[int, ...]
     read: Callable[[Tensor], BlockParts] | None
     numbers_of: Callable[[Tensor], Tensor]
+    bits: int | None = None
 
 
 @dataclass(frozen=True)
@@ -175,22 +177,22 @@ def _by_transformers(number: int) -> Callable[[Tensor], Tensor]:
 
 
 def _kind(
-    name: str, numbers: int, num_bytes: int, halves: tuple[int, ...], read: Callable[[Tensor], BlockParts]
+    name: str, bits: int, numbers: int, num_bytes: int, halves: tuple[int, ...], read: Callable[[Tensor], BlockParts]
 ) -> BlockKind:
-    return BlockKind(name, numbers, num_bytes, halves, read, lambda blocks: read(blocks).numbers())
+    return BlockKind(name, numbers, num_bytes, halves, read, lambda blocks: read(blocks).numbers(), bits)
 
 
 BLOCK_KINDS: dict[str, BlockKind] = {
     kind.name: kind
     for kind in (
-        _kind("Q4_0", 32, 18, (0,), _q4_0),
-        _kind("Q4_1", 32, 20, (0, 2), _q4_1),
-        _kind("Q5_0", 32, 22, (0,), _q5_0),
-        _kind("Q5_1", 32, 24, (0, 2), _q5_1),
-        _kind("Q8_0", 32, 34, (0,), _q8_0),
-        _kind("Q4_K", 256, 144, (0, 2), _q4_k),
-        _kind("Q5_K", 256, 176, (0, 2), _q5_k),
-        _kind("Q6_K", 256, 210, (208,), _q6_k),
+        _kind("Q4_0", 4, 32, 18, (0,), _q4_0),
+        _kind("Q4_1", 4, 32, 20, (0, 2), _q4_1),
+        _kind("Q5_0", 6, 32, 22, (0,), _q5_0),
+        _kind("Q5_1", 6, 32, 24, (0, 2), _q5_1),
+        _kind("Q8_0", 8, 32, 34, (0,), _q8_0),
+        _kind("Q4_K", 4, 256, 144, (0, 2), _q4_k),
+        _kind("Q5_K", 6, 256, 176, (0, 2), _q5_k),
+        _kind("Q6_K", 6, 256, 210, (208,), _q6_k),
         BlockKind("Q2_K", 256, 84, (80, 82), None, _by_transformers(10)),
         BlockKind("Q3_K", 256, 110, (108,), None, _by_transformers(11)),
         BlockKind("IQ2_XXS", 256, 66, (0,), None, _by_transformers(16)),

@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import nn
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, Formats
+from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, Formats, WeightFormat
+from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, quantise
 from inflight.loading.quantization.plain import Plain
 
 __all__ = ["CpuInt4"]
 
 
 class CpuInt4(Plain):
-    """A `Scheme`.  Weights are loaded in the model's dtype, and quantized layer by layer when they are packed.
+    """A `Scheme`.  Weights are loaded in the model's dtype, and quantized layer by layer as soon as all are read.
 
-    The head has eight bits: it is where an error costs the most, and a quarter of a small model.
+    So the check at load compares with weights as their codes say.  The head has more bits: it is where an error costs
+    the most, and a quarter of a small model.
     """
 
     name = "int4"
-    tolerance = 0.6
-    cpu_formats = Formats(layers=INT4, head=FINE_INT8)
+    tolerance = ROUNDED_INPUTS
     needs_packing = True
+
+    def __init__(self, head: WeightFormat = FINE_INT8) -> None:
+        self.cpu_formats = Formats(layers=INT4, head=head)
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
         if not config.native_forward:
             raise ConfigError('quantization="int4" requires native_forward on a CPU; remove one of them')
+
+    def place(self, model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
+        quantise(model, self.cpu_formats)
+        return model.to(device)

@@ -17,7 +17,7 @@ from inflight.kernels.registry import no_int4, select_int4
 from inflight.loading.load_errors import LoadError, in_one_line
 from inflight.loading.quantization.fp8_linear import decoder_linears, replace_linears
 from inflight.loading.quantization.int4_search import GROUP, quantised
-from inflight.loading.quantization.stored_weight import Coded, StoredWeight
+from inflight.loading.quantization.stored_weight import Coded, StoredWeight, shortest
 from inflight.ops.int4 import ZERO, Int4Ops, Int4Weight, span_of, tiled
 
 __all__ = ["Int4Codes", "Int4Linear", "fits", "quantize_linears", "stays_in_codes", "unsupported"]
@@ -176,14 +176,8 @@ def _of_stored(weight: StoredWeight, device: torch.device) -> Int4Weight:
     assert span is not None
     offsets = None if bool((weight.zeros == ZERO).all()) else weight.zeros.t().contiguous().to(device)
     return Int4Weight(
-        tiled(weight.codes.to(device), span), _shortest(weight.scales.t().contiguous().to(device)), offsets
+        tiled(weight.codes.to(device), span), shortest(weight.scales.t().contiguous().to(device)), offsets
     )
-
-
-def _shortest(scales: Tensor) -> Tensor:
-    """In the shortest dtype that has exactly these numbers."""
-    shorter = (scales.to(dtype) for dtype in (torch.bfloat16, torch.float16))
-    return next((x for x in shorter if torch.equal(x.to(scales.dtype), scales)), scales)
 
 
 def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:

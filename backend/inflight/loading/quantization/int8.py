@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.kernels.cpu.weight_format import FINE_INT8, INT8, Formats
+from inflight.kernels.cpu.weight_format import FINE_INT8, INT8, Formats, WeightFormat
 from inflight.loading.quantization.plain import Plain
 
 __all__ = ["Int8"]
@@ -16,8 +16,10 @@ class Int8(Plain):
 
     name = "int8"
     tolerance = 0.25
-    cpu_formats = Formats(INT8, FINE_INT8)
     needs_packing = True
+
+    def __init__(self, head: WeightFormat = FINE_INT8) -> None:
+        self.cpu_formats = Formats(INT8, head)
 
     def check(self, config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cpu" or not config.native_forward:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from inflight.config import STORED, EngineConfig
+from collections.abc import Callable
+
+import torch
+
+from inflight.config import STORED, ConfigError, EngineConfig
+from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, INT6, PLAIN, WeightFormat
 from inflight.loading.quantization.base import Scheme
 from inflight.loading.quantization.cpu_int4 import CpuInt4
 from inflight.loading.quantization.fp8 import Fp8
@@ -10,13 +15,31 @@ from inflight.loading.quantization.int4 import Int4
 from inflight.loading.quantization.int8 import Int8
 from inflight.loading.quantization.plain import Plain
 
-__all__ = ["scheme_of"]
+__all__ = ["check_scheme", "scheme_of"]
+
+_DEFAULT_HEAD_BITS = 8
 
 _SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(), "int4": Int4()}
-_ON_A_CPU: dict[str | None, Scheme] = {"int4": CpuInt4()}
+_ON_A_CPU: dict[str | None, Callable[[WeightFormat], Scheme]] = {"int8": Int8, "int4": CpuInt4}
+_HEADS: dict[int, WeightFormat] = {4: INT4, 6: INT6, 8: FINE_INT8, 16: PLAIN}
 
 
 def scheme_of(config: EngineConfig) -> Scheme:
     """The scheme that `quantization` in model.json asks for; the name of how a checkpoint is stored asks for none."""
     name = None if config.quantization in STORED else config.quantization
-    return _ON_A_CPU.get(name, _SCHEMES[name]) if config.device == "cpu" else _SCHEMES[name]
+    if config.device == "cpu" and name in _ON_A_CPU:
+        return _ON_A_CPU[name](_HEADS[config.head_bits or _DEFAULT_HEAD_BITS])
+    return _SCHEMES[name]
+
+
+def check_scheme(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
+    """
+    Raises:
+        ConfigError: `device` cannot compute with weights as `quantization` and `head_bits` say.
+    """
+    if config.head_bits is not None and (device.type != "cpu" or config.quantization not in _ON_A_CPU):
+        raise ConfigError(
+            f'head_bits={config.head_bits} is for quantization="int8" or "int4" on a CPU, and elsewhere the head stays '
+            "as it is; remove it"
+        )
+    scheme_of(config).check(config, device, dtype)

@@ -92,8 +92,8 @@ class StoredLinear(nn.Module):
 def layer_of(weight: Coded, bias: Tensor | None, dtype: torch.dtype) -> nn.Module:
     """The module that multiplies with a weight, in a model of `dtype`.
 
-    A plain linear layer, whose weight is rounded once.  A kernel of a CPU that multiplies with codes has its place
-    here; a GPU's is in `int4_linear.Int4Codes`.
+    A plain linear layer, whose weight is rounded once.  Layers that keep their codes are made by `Int4Codes` of a GPU
+    and `CpuCodes`.
     """
     num_outputs, num_inputs = weight.shape
     plain = torch.empty(num_outputs, num_inputs, dtype=dtype)

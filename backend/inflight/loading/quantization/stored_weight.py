@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["ROWS", "CodebookWeight", "Coded", "StoredWeight"]
+__all__ = ["ROWS", "CodebookWeight", "Coded", "StoredWeight", "shortest"]
 
 ROWS = 1024  # outputs that are dequantised at once, where a layer is dequantised in parts
 
@@ -95,3 +95,9 @@ class CodebookWeight:
         else:
             numbers.mul_(self.absmax[torch.arange(first, last) // self.block])
         return numbers.view(-1, num_inputs)
+
+
+def shortest(scales: Tensor) -> Tensor:
+    """In the shortest dtype that has exactly these numbers."""
+    shorter = (scales.to(dtype) for dtype in (torch.bfloat16, torch.float16))
+    return next((x for x in shorter if torch.equal(x.to(scales.dtype), scales)), scales)

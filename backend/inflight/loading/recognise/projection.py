@@ -11,18 +11,19 @@ from torch import Tensor, nn
 
 from inflight.loading.load_errors import NotRecognised
 from inflight.loading.quantization.block_fp8_linear import BlockFp8Linear
+from inflight.loading.quantization.coded_linear import CodedLinear
 from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.loading.quantization.int4_linear import Int4Linear, can_merge
 from inflight.ops.base import QuantizedRows
 
 __all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
 
-Linear = nn.Linear | Fp8Linear | BlockFp8Linear | Int4Linear
+Linear = nn.Linear | Fp8Linear | BlockFp8Linear | Int4Linear | CodedLinear
 
 
 def is_linear(module: object) -> bool:
     """Whether it computes what its class does; subclasses may add to it."""
-    return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear)
+    return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear, CodedLinear)
 
 
 def takes_quantized(linear: Linear) -> bool:
@@ -34,6 +35,8 @@ def result_like(linear: Linear) -> Tensor:
     """An empty tensor on the layer's device, in the dtype of its inputs and results."""
     if isinstance(linear, nn.Linear):
         return linear.weight.new_empty(0)
+    if isinstance(linear, CodedLinear):
+        return torch.empty(0, dtype=linear.dtype)
     stored = linear.codes if isinstance(linear, Int4Linear) else linear.weight
     return stored.new_empty(0, dtype=linear.dtype)
 
@@ -93,6 +96,8 @@ class Projection:
         if isinstance(first, Int4Linear):
             self._merge_int4(self.linears)  # type: ignore[arg-type]
             return
+        if isinstance(first, CodedLinear):
+            raise NotRecognised("codes of a CPU are merged when they are packed")
         self.weight = _merged([linear.weight for linear in self.linears])  # type: ignore[misc]
         self.bias = None if first.bias is None else _merged([linear.bias for linear in self.linears])  # type: ignore[misc]
 

@@ -30,7 +30,7 @@ from inflight.loading.saved.cache_folder import CacheFolder
 __all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "program_key"]
 
 FORMAT = 2  # of the keys and of the file
-DECISIVE = ("attention_backend", "block_size", "dtype", "kv_cache_dtype", "max_model_len", "quantization")
+DECISIVE = ("attention_backend", "block_size", "dtype", "head_bits", "kv_cache_dtype", "max_model_len", "quantization")
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 _CONFIGS = ("config.json", "generation_config.json", _INDEX)
