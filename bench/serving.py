@@ -43,7 +43,8 @@ def write_repository(folder: Path, options: dict[str, Any], instances: int = 1, 
         echo = f'{sys.executable} {common.HERE / "echo_engine.py"} --step-ms {step_ms} "$@"'
         interpreter.write_text(f"#!/bin/sh\nexec {echo}\n")
         interpreter.chmod(0o755)
-        options = {"model": str(common.DEMO), "python_executable": str(interpreter), "max_num_seqs": 64, **options}
+        own = {"model": str(common.DEMO), "python_executable": str(interpreter), "spare_engine": False}
+        options = {**own, "max_num_seqs": 64, **options}
     group = f"instance_group [ {{ kind: KIND_CPU, count: {instances} }} ]"
     (version.parent / "config.pbtxt").write_text(f'backend: "inflight"\n{group}\n')
     (version / "model.json").write_text(json.dumps(options))
