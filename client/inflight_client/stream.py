@@ -66,7 +66,8 @@ class _Exchange:
         resumes = len(servers.endpoints) > 1 if policy.resume is None else policy.resume
         self._continuation = Continuation(request, resumes)
         self.request = self._continuation.request
-        self._builder = ResultBuilder(request.n, None if request.input_ids is None else len(request.input_ids))
+        self._n = request.n  # computed from the sampling parameters
+        self._builder = ResultBuilder(self._n, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
         self._refusals = 0
         self.resumptions = 0
@@ -139,7 +140,7 @@ class _Exchange:
         if not self._answered:
             self._answered = True
             self._servers.endpoints.answered(self._index)
-        chunk = chunk_of(columns, self.request.n)
+        chunk = chunk_of(columns, self._n)
         if chunk is not None:
             self._continuation.take(columns, chunk)
             chunk.elapsed = self._elapsed()

@@ -18,6 +18,7 @@ from inflight_client.request import GenerationRequest, messages_json
 from inflight_client.results import ChoiceDelta, Logprob, StreamChunk, TokenLogprobs
 
 __all__ = [
+    "DECODERS",
     "Columns",
     "chunk_of",
     "control_answer",
@@ -171,7 +172,7 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
     inner = response.infer_response
     columns: Columns = {}
     for output, raw in zip(inner.outputs, inner.raw_output_contents):
-        decode = _DECODERS.get(output.datatype)
+        decode = DECODERS.get(output.datatype)
         if decode is not None:  # no output of the contract has another type
             columns[output.name] = decode(raw)
     return columns
@@ -192,7 +193,7 @@ def _numbers(code: str) -> Callable[[bytes], list[Any]]:
     return lambda raw: memoryview(raw).cast(code).tolist()  # type: ignore[call-overload, no-any-return]
 
 
-_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
+DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
     "BYTES": _texts,
     **{datatype: _numbers(code) for datatype, code in _NUMBERS.items()},
 }

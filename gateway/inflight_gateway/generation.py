@@ -77,6 +77,8 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[Piece] = []
         self._woken: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # one for many waits: one for each would cost more than a chunk
+        self._wait_ends = 0.0
         self._room = asyncio.Event()
         self._room.set()
         self._running = 0
@@ -110,6 +112,8 @@ class Generation:
         self._entered = False
         self._gateway.leave()
         self.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -207,12 +211,21 @@ class Generation:
             return
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
-        timer = loop.call_later(seconds, self._wake)
+        self._wait_ends = loop.time() + seconds
+        if self._timer is None:
+            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
         try:
             await self._woken
         finally:
-            timer.cancel()
             self._woken = None
+
+    def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the wait, or look again when the current one should end."""
+        self._timer = None
+        if loop.time() < self._wait_ends:
+            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
+        else:
+            self._wake()
 
 
 class EventStream(Response):
