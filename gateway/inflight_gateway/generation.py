@@ -256,7 +256,6 @@ class EventStream(Response):
                 await self._send_events(send)
             except asyncio.CancelledError:  # the server cancels requests after its exit timeout
                 await self._send_failure(send, APIError(503, "the gateway is shutting down", code="shutting_down"))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
             pass
         finally:
@@ -283,12 +282,12 @@ class EventStream(Response):
             self._gateway.log_failure(error, shown)
             await self._send_failure(send, shown, body)
         else:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_failure(self, send: Send, error: APIError, before: bytes = b"") -> None:
         self._gateway.metrics.broke()
         body = before + self._encoder.failed(error)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def stream_events(
