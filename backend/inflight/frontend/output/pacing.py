@@ -11,7 +11,7 @@ __all__ = ["Pacing", "pacing_for"]
 
 _SHARE = 0.03  # of a CPU engine's cores, for sending
 _LONGEST_WAIT, _MOST_TOKENS = 0.1, 8  # seconds, and tokens of a response
-# Beside an engine on a device, the sender thread has most of a core: what is left is for parsing, which shares its lock.
+# Beside an engine on a device, the sender thread has most of a core; parsing, which shares its lock, has the rest.
 _DEVICE_CORES = 0.7
 _DEVICE_LONGEST_WAIT, _DEVICE_MOST_TOKENS = 0.04, 32
 # A response is sent when a token arrives, together with those of other streams; without a token, only at `_LATEST`.
