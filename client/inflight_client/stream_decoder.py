@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from google.protobuf.message import DecodeError
+from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
 
 from inflight_client.errors import ServerError
