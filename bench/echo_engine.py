@@ -58,6 +58,7 @@ class IdleRunner:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, required=True)
+    parser.add_argument("--device", default="cpu", help="where it says that it computes")
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--heartbeat-fd", type=int, required=True)
     parser.add_argument("--shared", action="store_true")
@@ -69,7 +70,7 @@ def main() -> None:
     core = make_core(config, IdleRunner(args.step_ms / 1e3), listeners=[HeartbeatListener(heartbeat)])
     info = Info()
     ready = EngineReady(
-        info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", "cpu", "none", 0.0
+        info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", args.device, "none", 0.0
     )
     if args.shared:
         owner.send(ready)

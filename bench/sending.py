@@ -2,6 +2,7 @@
 """The cost of a streamed response: CPU time of stub, server, engine process and client, and the gaps at a client.
 
     python bench/sending.py [--streams 32] [--tokens 300] [--step-ms 10] [--rounds 3] [--output FILE]
+    python bench/sending.py --device cuda --streams 256 --step-ms 12     as beside an engine on a GPU
     python bench/sending.py --frontends 1 2 4     against the number of stubs that share an engine process
 
 A real tritonserver on 127.0.0.1, whose engine process makes a step of that length without a model (echo_engine.py), so
@@ -22,9 +23,9 @@ import serving
 PARTS = ("client", "server", "stub", "keeper", "engine")
 
 
-def run(options: dict[str, Any], stubs: int, streams: int, tokens: int, step_ms: float) -> common.Run:
+def run(options: dict[str, Any], stubs: int, streams: int, tokens: int, step_ms: float, device: str) -> common.Run:
     requests = [{"prompt": [300 + number % 50] * 16, "out": tokens} for number in range(streams)]
-    with serving.served(options, stubs, step_ms) as server:
+    with serving.served({"max_num_seqs": streams, **options}, stubs, step_ms, device) as server:
         serving.stream_all(server.grpc_address, common.short(requests))
         before, own = serving.cpu_by_kind(server), time.process_time()
         start = time.perf_counter()
@@ -41,6 +42,8 @@ def run(options: dict[str, Any], stubs: int, streams: int, tokens: int, step_ms:
         "responses_per_second": count / wall,
         **{f"us_per_response_{part}": 1e6 * spent.get(part, 0.0) / count for part in PARTS},
         **{f"us_per_token_{part}": 1e6 * spent.get(part, 0.0) / (streams * tokens) for part in PARTS},
+        "tokens_per_second": streams * tokens / wall,
+        "stub_cores": spent.get("stub", 0.0) / wall,
         "gap_ms_p50": common.percentile(gaps, 50),
         "gap_ms_p99": common.percentile(gaps, 99),
     }
@@ -48,7 +51,13 @@ def run(options: dict[str, Any], stubs: int, streams: int, tokens: int, step_ms:
 
 def main() -> None:
     args = common.options(
-        __doc__, streams=32, tokens=300, step_ms=10.0, rounds=3, frontends=dict(type=int, nargs="+", help="stubs")
+        __doc__,
+        streams=32,
+        tokens=300,
+        step_ms=10.0,
+        rounds=3,
+        device="cpu",
+        frontends=dict(type=int, nargs="+", help="stubs"),
     )
     sides: dict[str, tuple[dict[str, Any], int]] = {"stream_interval 1": ({"stream_interval": 1}, 1), "auto": ({}, 1)}
     if args.frontends:
@@ -56,7 +65,7 @@ def main() -> None:
     runs = common.alternate(
         sides,
         args.rounds,
-        lambda side, _: run(*sides[side], args.streams, args.tokens, args.step_ms),
+        lambda side, _: run(*sides[side], args.streams, args.tokens, args.step_ms, args.device),
         lambda one: f"{one['responses_per_second']:7.0f} responses/s",
     )
     found = common.medians(runs, *runs[next(iter(runs))][0])
@@ -67,7 +76,8 @@ def main() -> None:
             print(f"  {side:<18}" + "".join(f"{figures[f'{unit}_{part}']:9.1f}" for part in PARTS))
     for side, figures in found.items():
         gaps = f"gaps p50 {figures['gap_ms_p50']:.1f} ms, p99 {figures['gap_ms_p99']:.1f} ms"
-        print(f"  {side:<18}{figures['responses_per_second']:7.0f} responses/s, {gaps}")
+        rates = f"{figures['tokens_per_second']:7.0f} tokens/s, {figures['responses_per_second']:7.0f} responses/s"
+        print(f"  {side:<18}{rates}, {gaps}, stub {figures['stub_cores']:.2f} cores")
     common.record(args, runs, medians=found)
 
 

@@ -28,22 +28,26 @@ _MARKS = {  # in command lines
 }
 
 
-def write_repository(folder: Path, options: dict[str, Any], instances: int = 1, step_ms: float = 0.0) -> Path:
+def write_repository(
+    folder: Path, options: dict[str, Any], instances: int = 1, step_ms: float = 0.0, device: str = "cpu"
+) -> Path:
     """A repository with the model `bench`.
 
     Args:
         options: of model.json.
         instances: stubs of the model.
         step_ms: makes the engine process an echo_engine.py with steps that long; 0 for the real engine process.
+        device: where the echo_engine.py says that it computes.
     """
     version = folder / "repository" / MODEL / "1"
     version.mkdir(parents=True)
     if step_ms:
         interpreter = folder / "python"
-        echo = f'{sys.executable} {common.HERE / "echo_engine.py"} --step-ms {step_ms} "$@"'
+        echo = f'{sys.executable} {common.HERE / "echo_engine.py"} --step-ms {step_ms} --device {device} "$@"'
         interpreter.write_text(f"#!/bin/sh\nexec {echo}\n")
         interpreter.chmod(0o755)
-        options = {"model": str(common.DEMO), "python_executable": str(interpreter), "max_num_seqs": 64, **options}
+        own = {"model": str(common.DEMO), "python_executable": str(interpreter), "spare_engine": False}
+        options = {**own, "max_num_seqs": 64, **options}
     group = f"instance_group [ {{ kind: KIND_CPU, count: {instances} }} ]"
     (version.parent / "config.pbtxt").write_text(f'backend: "inflight"\n{group}\n')
     (version / "model.json").write_text(json.dumps(options))
@@ -51,13 +55,15 @@ def write_repository(folder: Path, options: dict[str, Any], instances: int = 1, 
 
 
 @contextlib.contextmanager
-def served(options: dict[str, Any], instances: int = 1, step_ms: float = 0.0) -> Iterator[TritonServer]:
+def served(
+    options: dict[str, Any], instances: int = 1, step_ms: float = 0.0, device: str = "cpu"
+) -> Iterator[TritonServer]:
     """A server with the repository of `write_repository`, ready."""
     from inflight_tools.launcher import TritonServer
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        TritonServer(write_repository(Path(folder), options, instances, step_ms)) as server,
+        TritonServer(write_repository(Path(folder), options, instances, step_ms, device)) as server,
     ):
         yield server
 

@@ -194,10 +194,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         tenant_header: name of the header in which the operator's proxy names the tenant, such as "x-tenant-8f21"; the
             input `tenant` can then only repeat it. `None`: the tenant is the one that the client claims.
         stream_interval: new tokens that a streaming response waits for, after the first response of its request. 1:
-            every token is sent at once. "auto": so, too, unless the engine runs on a CPU and sending would take more
-            than a few percent of its cores; then the responses of a stream are up to 0.1 s or 8 tokens apart, as the
-            number of streams and the measured cost of a response demand. See docs/latency.md.  The default is 1 for an
-            entry of vllm_backend: one with `backend: "vllm"`, or with options that only vLLM has.
+            every token is sent at once. "auto": so, too, unless sending would take more than a few percent of a CPU
+            engine's cores, or, beside an engine on a GPU, more than 0.7 of a core; then the responses of a stream are
+            up to 0.1 s or 8 tokens apart (beside a GPU 50 ms or 32 tokens), as the number of streams and the measured
+            cost of a response demand. See docs/latency.md.  The default is 1 for an entry of vllm_backend: one with
+            `backend: "vllm"`, or with options that only vLLM has.
         default_max_tokens: `max_tokens` of a request that does not set it.
         generation_config: where default sampling parameters come from: "auto" is generation_config.json of the
             checkpoint, "vllm" is vLLM's own, a folder or hub id is the file there. `None`: "auto" for `LLM`, "vllm" for

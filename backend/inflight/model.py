@@ -161,6 +161,7 @@ class TritonPythonModel:
         )
         self._metrics.engine_ready(ready, again=False)
         self._layout = bridge.output_layout(model_config)
+        self._tensors = bridge.tensor_cache()
         self._checks_health = bridge.checks_health(model_config)
         self._admin = AdminKey.from_environment(os.environ)
         identity = InstanceIdentity(
@@ -194,7 +195,9 @@ class TritonPythonModel:
     def execute(self, requests: list[Any]) -> None:
         """Accept requests; the sender thread sends every response.  Never raises."""
         for request in requests:
-            responder = bridge.TritonResponder(request.get_response_sender(), self._layout)
+            responder = bridge.TritonResponder(
+                request.get_response_sender(), self._layout, request.requested_output_names(), self._tensors
+            )
             with self._tokenize_pool.errors_to(responder):
                 wire = bridge.read_request(request, self._spans is not None)
                 self._admin.check(wire)
@@ -248,6 +251,7 @@ class TritonPythonModel:
         self._beat.stop()
         self._registry_entry.close()
         self._output_processor.stop("the model is being unloaded")
+        self._tensors.clear()
         self._metrics.stop()
         if self._spans is not None:
             self._spans.stop()

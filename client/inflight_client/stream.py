@@ -68,7 +68,8 @@ class _Exchange:
         resumes = len(servers.endpoints) > 1 if policy.resume is None else policy.resume
         self._continuation = Continuation(request, resumes)
         self.request = self._continuation.request
-        sequences = request.n if request.pooling is None else 1  # vectors have no text
+        self._n = request.n  # computed from the sampling parameters
+        sequences = self._n if request.pooling is None else 1  # vectors have no text
         self._builder = ResultBuilder(sequences, None if request.input_ids is None else len(request.input_ids))
         self._attempts = 0
         self._refusals = 0
@@ -144,10 +145,10 @@ class _Exchange:
             self._answered = True
             self._servers.endpoints.answered(self._index)
         if self.request.pooling is not None and "pooled" in columns:
-            self.pooled = pooled_of(columns, self.request.n)
+            self.pooled = pooled_of(columns, self._n)
             self._continuation.take_whole()
             return None
-        chunk = chunk_of(columns, self.request.n)
+        chunk = chunk_of(columns, self._n)
         if chunk is not None:
             self._continuation.take(columns, chunk)
             chunk.elapsed = self._elapsed()

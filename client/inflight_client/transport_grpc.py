@@ -2,8 +2,8 @@
 
 The streaming calls of `tritonclient` are not usable: its blocking client has one stream per client object,
 so a cancellation would end every request of the client, and it leaks a thread for each cancelled
-stream; its asyncio client drops `enable_empty_final_response`.  This module uses its channel, TLS handling
-and generated stub, although these are private attributes (`_channel`, `_client_stub`).
+stream; its asyncio client drops `enable_empty_final_response`.  This module uses its channel and TLS
+handling, although the channel is a private attribute (`_channel`).  Responses stay bytes for `StreamDecoder`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from tritonclient.grpc.service_pb2 import ModelInferRequest, ModelStreamInferResponse
+from tritonclient.grpc.service_pb2 import ModelInferRequest
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.connection import Connection
@@ -31,12 +31,14 @@ from inflight_client.errors import (
 )
 from inflight_client.questions import Question
 from inflight_client.request import GenerationRequest
-from inflight_client.wire import Columns, control_answer, grpc_columns, grpc_control, grpc_request
+from inflight_client.stream_decoder import StreamDecoder
+from inflight_client.wire import Columns, control_answer, grpc_control, grpc_request
 
 __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
 
 # The server ends an overdue request with a better message; the client only makes sure that it ends.
 _GRACE_SECONDS = 1.0
+_STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
 def _rpc_timeout(timeout: float | None) -> float | None:
@@ -67,15 +69,15 @@ class _CallProgress:
     def __init__(self, address: str) -> None:
         self._address = address
         self._received = False
-        self._final = False
+        self._decoder = StreamDecoder()
 
-    def _columns(self, response: Any) -> Columns:
+    @property
+    def _final(self) -> bool:
+        return self._decoder.final
+
+    def _columns(self, response: bytes) -> Columns:
         self._received = True
-        parameters = response.infer_response.parameters
-        # An error ends the request unless it states otherwise.
-        self._final = bool(response.error_message) and "triton_final_response" not in parameters
-        self._final |= parameters["triton_final_response"].bool_param
-        return grpc_columns(response)
+        return self._decoder.columns(response)
 
     def _end(self) -> None:
         if not self._final:
@@ -133,7 +135,9 @@ class GrpcTransport:
         self._headers = connection.grpc_headers()
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.InferenceServerClient(**connection.grpc_client_options())
-        self._stub = self._client._client_stub
+        self._infer = self._client._channel.stream_stream(
+            _STREAM_METHOD, request_serializer=ModelInferRequest.SerializeToString
+        )
 
     def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
         """Send a request; `timeout` is the number of seconds it has left."""
@@ -148,7 +152,7 @@ class GrpcTransport:
     ) -> GrpcCall:
         metadata = (*self._headers.items(), *headers.items())
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
-        call = self._stub.ModelStreamInfer(iter((message,)), metadata=metadata, timeout=timeout)
+        call = self._infer(iter((message,)), metadata=metadata, timeout=timeout)
         return GrpcCall(call, self.address)
 
     def server_live(self) -> bool:
@@ -245,9 +249,7 @@ class AsyncGrpcTransport:
         self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
         # On the wire, a stream with one request equals a single request; grpc needs two tasks less for it.
         self._infer = self._client._channel.unary_stream(
-            "/inference.GRPCInferenceService/ModelStreamInfer",
-            request_serializer=ModelInferRequest.SerializeToString,
-            response_deserializer=ModelStreamInferResponse.FromString,
+            _STREAM_METHOD, request_serializer=ModelInferRequest.SerializeToString
         )
         self._closed = asyncio.Event()
 

@@ -22,6 +22,7 @@ __all__ = [
     "Columns",
     "chunk_of",
     "control_answer",
+    "decoder_of",
     "grpc_columns",
     "grpc_control",
     "grpc_request",
@@ -180,11 +181,8 @@ def grpc_columns(response: service_pb2.ModelStreamInferResponse) -> Columns:
     inner = response.infer_response
     columns: Columns = {}
     for output, raw in zip(inner.outputs, inner.raw_output_contents):
-        if output.name == "pooled":  # up to millions of numbers
-            columns[output.name] = np.frombuffer(raw, dtype="<f4")
-            continue
-        decode = _DECODERS.get(output.datatype)
-        if decode is not None:  # no output of the contract has another type
+        decode = decoder_of(output.name, output.datatype)
+        if decode is not None:
             columns[output.name] = decode(raw)
     return columns
 
@@ -204,10 +202,21 @@ def _numbers(code: str) -> Callable[[bytes], list[Any]]:
     return lambda raw: memoryview(raw).cast(code).tolist()  # type: ignore[call-overload, no-any-return]
 
 
-_DECODERS: dict[str, Callable[[bytes], list[Any]]] = {
+_DECODERS: dict[str, Callable[[bytes], Any]] = {
     "BYTES": _texts,
     **{datatype: _numbers(code) for datatype, code in _NUMBERS.items()},
 }
+
+
+def decoder_of(name: str, datatype: str) -> Callable[[bytes], Any] | None:
+    """What decodes the contents of an output; None for a type that no output of the contract has."""
+    if name == "pooled":  # up to millions of numbers
+        return _array
+    return _DECODERS.get(datatype)
+
+
+def _array(raw: bytes) -> np.ndarray:
+    return np.frombuffer(raw, dtype="<f4")
 
 
 def http_columns(event: str) -> Columns:

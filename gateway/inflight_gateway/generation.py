@@ -78,6 +78,8 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[Piece] = []
         self._woken: asyncio.Future[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None  # one for many waits: one for each would cost more than a chunk
+        self._wait_ends = 0.0
         self._room = asyncio.Event()
         self._room.set()
         self._running = 0
@@ -111,6 +113,8 @@ class Generation:
         self._entered = False
         self._gateway.leave()
         self.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -212,12 +216,21 @@ class Generation:
             return
         loop = asyncio.get_running_loop()
         self._woken = loop.create_future()
-        timer = loop.call_later(seconds, self._wake)
+        self._wait_ends = loop.time() + seconds
+        if self._timer is None:
+            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
         try:
             await self._woken
         finally:
-            timer.cancel()
             self._woken = None
+
+    def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
+        """End the wait, or look again when the current one should end."""
+        self._timer = None
+        if loop.time() < self._wait_ends:
+            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
+        else:
+            self._wake()
 
 
 class EventStream(Response):
@@ -248,7 +261,6 @@ class EventStream(Response):
                 await self._send_events(send)
             except asyncio.CancelledError:  # the server cancels requests after its exit timeout
                 await self._send_failure(send, APIError(503, "the gateway is shutting down", code="shutting_down"))
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
         except ClientGone:
             pass
         finally:
@@ -275,12 +287,12 @@ class EventStream(Response):
             self._gateway.log_failure(error, shown)
             await self._send_failure(send, shown, body)
         else:
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _send_failure(self, send: Send, error: APIError, before: bytes = b"") -> None:
         self._gateway.metrics.broke()
         body = before + self._encoder.failed(error)
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
 async def stream_events(

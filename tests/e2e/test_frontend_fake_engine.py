@@ -20,7 +20,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import FAKE_CONFIG, fake_options
 from frontend_rig import demo_tokenizer
-from model_entries import load, loaded, write_entry
+from model_entries import load, loaded, wait_unloaded, write_entry
 from processes_of import model_processes
 from tritonclient.utils import InferenceServerException
 from wire import wait_for
@@ -31,6 +31,7 @@ TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
 ECHO = TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 16))
 BACKEND_ERROR = 400  # what Triton 24.10's `generate` returns for any error of a backend
+UNLOADS = 100
 NUMPY = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 
 
@@ -509,6 +510,32 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
     grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
     wait_for(lambda: not control.is_model_ready("fake"))
     wait_for(lambda: not any(process.is_running() for process in processes))
+
+
+@pytest.mark.nightly
+def test_a_hundred_unloads_under_traffic_lose_no_output(triton: TritonServer, tmp_path: Path) -> None:
+    """Kept output tensors are in the shared memory of a model instance, which goes with it."""
+    entry = write_entry(triton.repositories[-1], "often", FAKE_CONFIG, **fake_options(tmp_path, {}))
+    returns = flags("stream", "return_finish_reason", "return_num_input_tokens", "return_token_ids")
+    control = grpcclient.InferenceServerClient(triton.grpc_address)
+    answers = set()
+    for _ in range(UNLOADS):
+        load(triton, entry.name)
+        grpc = Grpc(triton, entry.name)
+        for number in range(8):
+            grpc.send(text(), *returns, request_id=str(number), **slow(tokens=40, delay=0.002))
+        first = [grpc.queues[str(number)].get(timeout=30) for number in range(8)]
+        control.unload_model(entry.name, headers=triton.admin_metadata)
+        for number in range(8):
+            *early, last = [first[number], *grpc.take(str(number))]
+            assert last.as_numpy("finish_reason").tolist() == [b"length"]
+            assert all(one.as_numpy("finish_reason").tolist() == [b"None"] for one in early)
+            assert sum(int(one.as_numpy("token_counts")[0]) for one in [*early, last]) == 40
+            answers.add(joined([*early, last]))
+        grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
+        wait_unloaded(triton, entry.name)
+    control.close()
+    assert len(answers) == 1
 
 
 def test_load_errors_name_their_cause(triton: TritonServer, tmp_path: Path) -> None:

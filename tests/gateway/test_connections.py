@@ -9,7 +9,7 @@ import pytest
 from scripted_client import text
 
 from inflight_gateway import connections
-from inflight_gateway.connections import Connections
+from inflight_gateway.connections import Connections, HeadWithBody
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n"
 BODY = b'{"prompt": "a"}'
@@ -124,3 +124,54 @@ def test_the_limit_is_what_the_process_can_open(monkeypatch, caplog):
     monkeypatch.setattr(connections, "_descriptors", lambda: 200)
     assert Connections(4096, 1.0)._limit == 136 and "lowered to 136" in caplog.text
     assert Connections(100, 1.0)._limit == 100
+
+
+class _Writes(asyncio.Transport):
+    def __init__(self):
+        super().__init__()
+        self.done = []
+
+    def write(self, data):
+        self.done.append(bytes(data))
+
+    def close(self):
+        self.done.append("closed")
+
+
+def test_a_head_is_written_together_with_what_follows_it_at_once():
+    async def respond():
+        transport = _Writes()
+        response = HeadWithBody(transport, asyncio.get_running_loop())
+        response.write(b"head ")
+        response.write(b"first")
+        assert transport.done == [b"head first"]  # not even at the end of the loop's turn: now
+        response.write(b"second")
+        await asyncio.sleep(0)
+        return transport.done
+
+    assert asyncio.run(respond()) == [b"head first", b"second"]
+
+
+def test_a_head_without_anything_behind_it_does_not_wait():
+    async def respond():
+        transport = _Writes()
+        response = HeadWithBody(transport, asyncio.get_running_loop())
+        response.write(b"head")
+        await asyncio.sleep(0)
+        early = list(transport.done)
+        response.write(b"body")
+        return early, transport.done
+
+    assert asyncio.run(respond()) == ([b"head"], [b"head", b"body"])
+
+
+def test_closing_writes_the_head_first():
+    async def respond():
+        transport = _Writes()
+        response = HeadWithBody(transport, asyncio.get_running_loop())
+        response.write(b"head")
+        response.close()
+        await asyncio.sleep(0)
+        return transport.done
+
+    assert asyncio.run(respond()) == [b"head", "closed"]

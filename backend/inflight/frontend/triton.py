@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from inflight.frontend.operator.metrics import Metrics, NoMetrics
 from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.heap_trim import HeapTrim
 from inflight.frontend.output.output_processor import StatsSink
+from inflight.frontend.output.tensor_cache import TensorCache
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.request.trace_context import below_server_span
 from inflight.vllm_options import BACKEND
@@ -33,6 +35,7 @@ __all__ = [
     "name_log",
     "output_layout",
     "read_request",
+    "tensor_cache",
     "wants_metrics",
 ]
 
@@ -64,17 +67,33 @@ class TritonResponder:
     The server deletes a request's response factory when FINAL arrives, and reads the factory when it
     is asked whether the request is cancelled.  If the two overlap, the server dies of SIGSEGV
     (Triton 24.10, `ProcessIsRequestCancelled`); a lock prevents that.
+
+    Args:
+        sender: Triton's, of one request.
+        layout: types and ranks of outputs that `config.pbtxt` declares.
+        wanted: names of the outputs that the client asked for, which Triton would drop after they were made; None: all.
+        tensors: of the model instance; a new one by default.
     """
 
-    def __init__(self, sender: Any, layout: OutputLayout | None = None) -> None:
+    def __init__(
+        self,
+        sender: Any,
+        layout: OutputLayout | None = None,
+        wanted: Collection[str] | None = None,
+        tensors: TensorCache | None = None,
+    ) -> None:
         self._sender = sender
         self._layout = layout or {}
+        self._wanted = wanted
+        self._tensors = tensors or tensor_cache()
         self._lock = threading.Lock()
         self._finished = False
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send the outputs; raises if Triton does not accept them."""
-        tensors = [pb_utils.Tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
+        if self._wanted is not None:
+            outputs = {name: array for name, array in outputs.items() if name in self._wanted}
+        tensors = [self._tensors.tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
         response = pb_utils.InferenceResponse(tensors)
         num_bytes = _num_bytes(outputs)
         whole = final and num_bytes <= _SMALL_BYTES
@@ -108,6 +127,11 @@ class TritonResponder:
                 self._sender.send(flags=final)
             else:
                 self._sender.send(response, flags=final)
+
+
+def tensor_cache() -> TensorCache:
+    """A new cache of output tensors."""
+    return TensorCache(pb_utils.Tensor)
 
 
 def check_numpy() -> None:

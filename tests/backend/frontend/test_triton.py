@@ -283,3 +283,25 @@ def test_tritons_own_span_is_the_parent_of_a_requests_within_the_clients_trace(b
     for request, with_trace in [(lost, True), ("", True), (None, True), ("{}", True), (context, False)]:
         parameters = bridge.read_request(Request(request), with_trace).parameters
         assert parameters == {"Traceparent": f"00-{TRACE}-{'b' * 16}-01", "temperature": 0}
+
+
+def test_only_outputs_that_the_client_asked_for_are_made(bridge):
+    made, sent = [], []
+    bridge.pb_utils.Tensor = lambda name, array: made.append(name) or (name, array)
+    server = types.SimpleNamespace(send=lambda response, flags: sent.append(dict(response[0])))
+    outputs = {name: np.array([b"x"], dtype=np.object_) for name in ("text_output", "finish_reason", "logprobs")}
+    bridge.TritonResponder(server, wanted={"text_output", "token_ids"}).send(outputs, final=False)
+    assert (made, [*sent[0]]) == (["text_output"], ["text_output"])
+    bridge.TritonResponder(server).send(outputs, final=False)
+    assert [*sent[1]] == [*outputs]
+
+
+def test_responders_of_a_model_share_tensors_that_repeat(bridge):
+    sent = []
+    server = types.SimpleNamespace(send=lambda response, flags: sent.append(dict(response[0])))
+    tensors = bridge.tensor_cache()
+    for _ in range(2):
+        outputs = {"text_output": np.array([b"x"], dtype=np.object_), "token_counts": np.array([1], dtype=np.uint32)}
+        bridge.TritonResponder(server, tensors=tensors).send(outputs, final=False)
+    assert sent[0]["token_counts"] is sent[1]["token_counts"]
+    assert sent[0]["text_output"] is not sent[1]["text_output"]

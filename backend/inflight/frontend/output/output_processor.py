@@ -244,13 +244,13 @@ class OutputProcessor:
     # -- sender thread ---------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        """Process the events that have arrived, give one stream its turn, and repeat."""
+        """Process the events that have arrived, give streams their turns until another one arrives, and repeat."""
         while (event := self._next_event()) is not None:
             self._run_event(partial(self._take, *event) if isinstance(event, tuple) else event)
 
     def _next_event(self) -> tuple[float, StepMessage] | Callable[[], None] | None:
         if self._queue.is_busy and self._events.empty():
-            return self._serve_next
+            return self._serve_until_event
         try:
             return self._events.get(timeout=self._queue.idle_seconds(time.monotonic()))
         except Empty:
@@ -285,6 +285,12 @@ class OutputProcessor:
         if due is not None:
             self._queue.hold(stream, due)
         return due is not None
+
+    def _serve_until_event(self) -> None:
+        """Serve streams until an event arrives or none is waiting for a turn."""
+        self._serve_next()
+        while self._queue.is_busy and self._events.empty():
+            self._serve_next()
 
     def _serve_next(self) -> None:
         """Serve the next stream once.  Streams that have ended are served first, once the metrics include them."""

@@ -1,4 +1,4 @@
-"""Decides when a stream's next response is due, so that sending leaves the CPU cores to the engine."""
+"""Decides when a stream's next response is due, so that sending stays within a budget of CPU time."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from inflight.config import EngineConfig
 
 __all__ = ["Pacing", "pacing_for"]
 
-_SHARE = 0.03  # of the engine's cores, for sending
-_LONGEST_WAIT = 0.1  # seconds
-_MOST_TOKENS = 8
+_SHARE = 0.03  # of a CPU engine's cores, for sending
+_LONGEST_WAIT, _MOST_TOKENS = 0.1, 8  # seconds, and tokens of a response
+# Beside an engine on a device, the sender thread has most of a core; parsing, which shares its lock, has the rest.
+_DEVICE_CORES = 0.7
+_DEVICE_LONGEST_WAIT, _DEVICE_MOST_TOKENS = 0.04, 32
 # A response is sent when a token arrives, together with those of other streams; without a token, only at `_LATEST`.
 # Waking up for each stream on its own would cost as much as it saves.
 _EARLIEST, _LATEST = 0.8, 1.25  # times the wait
@@ -21,9 +23,11 @@ _WEIGHT = 0.05  # of a new observation in a running mean
 
 def pacing_for(config: EngineConfig, device: str) -> Pacing | None:
     """The pacing of `stream_interval: "auto"` for an engine on `device`; None: nothing waits."""
-    if config.stream_interval != "auto" or device != "cpu":
+    if config.stream_interval != "auto":
         return None
-    return Pacing(config.cpu_threads or len(os.sched_getaffinity(0)))
+    if device != "cpu":
+        return Pacing(_DEVICE_CORES, _DEVICE_LONGEST_WAIT, _DEVICE_MOST_TOKENS)
+    return Pacing(_SHARE * (config.cpu_threads or len(os.sched_getaffinity(0))))
 
 
 class PacedStream(Protocol):
@@ -39,21 +43,25 @@ class PacedStream(Protocol):
 
 
 class Pacing:
-    """Spaces the responses of each stream if sending every token would take too much time from a CPU engine.
+    """Spaces the responses of each stream if sending every token would take too much CPU time.
 
-    `wait` = (streams that receive tokens) x (measured seconds that the sender thread needs for a response) /
-    (`_SHARE` of the cores).  With one response per stream in that time, sending takes its share.  If steps take longer
-    than that (few streams, a large model), every token is sent at once.
+    `wait` = (streams that receive tokens) x (measured seconds that the sender thread needs for a response) / budget.
+    With one response per stream in that time, sending takes its budget.  If steps take longer than that (few streams,
+    a large model), every token is sent at once.
 
     Args:
-        cores: number of cores that the engine computes on, at least 1.
+        budget: number of cores for sending, such as 0.06.
+        longest_wait: limit of `wait`, in seconds.
+        most_tokens: new tokens that do not wait.
 
     Attributes:
-        wait: approximate seconds from one response of a stream to the next; at most `_LONGEST_WAIT`.
+        wait: approximate seconds from one response of a stream to the next.
     """
 
-    def __init__(self, cores: int) -> None:
-        self._budget = cores * _SHARE
+    def __init__(self, budget: float, longest_wait: float = _LONGEST_WAIT, most_tokens: int = _MOST_TOKENS) -> None:
+        self._budget = budget
+        self._longest_wait = longest_wait
+        self._most_tokens = most_tokens
         self._num_streams = 0.0
         self._cost = _FIRST_COST
         self.wait = 0.0
@@ -61,7 +69,7 @@ class Pacing:
     def step(self, num_streams: int) -> None:
         """A step returned tokens for `num_streams` streams."""
         self._num_streams += (num_streams - self._num_streams) * _WEIGHT
-        self.wait = min(_LONGEST_WAIT, self._num_streams * self._cost / self._budget)
+        self.wait = min(self._longest_wait, self._num_streams * self._cost / self._budget)
 
     def sent(self, seconds: float) -> None:
         """The sender thread needed `seconds` for a response."""
@@ -69,6 +77,6 @@ class Pacing:
 
     def due(self, stream: PacedStream, now: float) -> float | None:
         """When the stream should get its next response, in seconds of `time.monotonic()`; None: now."""
-        if stream.num_new_tokens >= _MOST_TOKENS or now - stream.sent_time >= _EARLIEST * self.wait:
+        if stream.num_new_tokens >= self._most_tokens or now - stream.sent_time >= _EARLIEST * self.wait:
             return None
         return stream.sent_time + _LATEST * self.wait

@@ -25,6 +25,8 @@ from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["RequestState"]
 
+_MOST_TOKENS_AT_ONCE = 32  # of a turn, whose length is checked after them
+
 
 class RequestState:
     """An open request and its responder.  Owned by the sender thread.
@@ -163,7 +165,10 @@ class RequestState:
                 self.times[delta.index] = delta.times
                 self.admitted_time = self.admitted_time or delta.times.admitted
             sequence = self.sequences[delta.index]
-            sequence.advance(delta)
+            if inbox and len(token_ids := self._take_like(delta, sequence)) > 1:
+                sequence.advance_each(token_ids)
+            else:
+                sequence.advance(delta)
             if sequence.ended_by_stop and delta.index not in self._stopped:
                 self._stopped.add(delta.index)
                 if delta.finish_reason is None:
@@ -171,6 +176,18 @@ class RequestState:
             if late < math.inf and time.monotonic() >= late:
                 break
         return stopped
+
+    def _take_like(self, delta: SequenceDelta, sequence: SequenceOutput) -> list[int]:
+        """The token of a delta, and of those behind it in the inbox that can be processed with it."""
+        inbox, found, one = self.inbox, list[int](), delta
+        while _is_one_token(one) and one.index == delta.index and sequence.can_join(one.token_ids[0]):
+            if found:
+                inbox.popleft()
+            found += one.token_ids
+            if not inbox or len(found) >= _MOST_TOKENS_AT_ONCE:
+                break
+            one = inbox[0]
+        return found
 
     def rest(self) -> AddRequest | None:
         """The message with which another engine continues after the last delta; None if nothing is left.
@@ -212,3 +229,15 @@ class RequestState:
             f"after {self.num_output_tokens} output tokens"
         )
         return RequestError("CANCELLED", message)
+
+
+def _is_one_token(delta: SequenceDelta) -> bool:
+    """Whether nothing but a token is new, as in most deltas."""
+    return (
+        len(delta.token_ids) == 1
+        and delta.finish_reason is None
+        and delta.logprobs is None
+        and delta.prompt_logprobs is None
+        and delta.num_cached_tokens is None
+        and delta.times is None
+    )

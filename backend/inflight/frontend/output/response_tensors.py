@@ -130,6 +130,15 @@ class SequenceOutput:
             self._flush()
         self.ended = self.finish_reason is not None
 
+    def can_join(self, token_id: int) -> bool:
+        """Whether `advance_each` takes this token with others at the cost of about one."""
+        return self._stop is None and not self.ended and self._detokenizer.can_join(token_id)
+
+    def advance_each(self, token_ids: list[int]) -> None:
+        """`advance` with one delta for each of these tokens, which has nothing else; all of them `can_join`."""
+        self.text += self._detokenizer.push_each(token_ids)
+        self._count(token_ids)
+
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
         """Push token by token: tokens after a match do not count.
 
@@ -243,6 +252,12 @@ class _NoText:
         return self
 
     def push(self, token_ids: Sequence[int]) -> str:
+        return ""
+
+    def can_join(self, token_id: int) -> bool:
+        return True
+
+    def push_each(self, token_ids: Sequence[int]) -> str:
         return ""
 
     def flush(self) -> str:

@@ -32,6 +32,7 @@ class IncrementalDetokenizer:
         self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), skip_special_tokens: bool = True
     ) -> None:
         self._decode = tokenizer.decode_ids
+        self._whole_texts = tokenizer.whole_texts
         self._skip = skip_special_tokens
         self._window, self._prefix = self._context(prompt_token_ids)
         self._pending: list[int] = []
@@ -66,6 +67,24 @@ class IncrementalDetokenizer:
                 return ""  # the window itself ends in U+FFFD
         return self._emit(text, held)
 
+    def can_join(self, token_id: int) -> bool:
+        """Whether the token is whole characters: `push_each` takes such tokens at the cost of one."""
+        return bool(self._whole_texts[token_id])
+
+    def push_each(self, token_ids: Sequence[int]) -> str:
+        """The text of pushing each of these tokens alone, usually with the work of one push.
+
+        How tokens are grouped matters only where bytes are no character, or not a complete one.
+        """
+        texts = [self._whole_texts[token_id] for token_id in token_ids]
+        if all(texts) and not self._pending:
+            text = self._decode([*self._window, *token_ids], self._skip)
+            chunk = text[len(self._prefix) :]
+            if chunk and _REPLACEMENT not in chunk:
+                self._window, self._prefix = [token_ids[-1]], texts[-1]
+                return chunk
+        return "".join([self.push([token_id]) for token_id in token_ids])
+
     def flush(self) -> str:
         """The text of the bytes that are held back; incomplete characters become U+FFFD."""
         return self._emit(self._decode(self._window + self._pending, self._skip), 0)
@@ -76,7 +95,12 @@ class IncrementalDetokenizer:
         if chunk:
             split = len(self._pending) - held
             self._window, self._pending = self._pending[:split], self._pending[split:]
-            self._prefix = self._decode(self._window, self._skip)
+            self._prefix = self._text_of_window()
         elif len(self._pending) > _MAX_PENDING:  # a run of skipped special tokens
             self._pending = self._pending[-_PARTIAL_TOKENS:]
         return chunk
+
+    def _text_of_window(self) -> str:
+        """The window's text, without decoding it again if it is one token of whole characters, as it mostly is."""
+        text = self._whole_texts[self._window[0]] if len(self._window) == 1 else ""
+        return text or self._decode(self._window, self._skip)

@@ -175,6 +175,20 @@ class _JsonTexts(dict[int, str]):
         return text
 
 
+class _WholeTexts(dict[int, str]):
+    """Token id -> the text that it decodes to alone; "" if that is not whole characters.  Computed on first use."""
+
+    def __init__(self, decode: Callable[[Sequence[int], bool], str]) -> None:
+        self._decode = decode
+
+    def __missing__(self, token_id: int) -> str:
+        text = self._decode([token_id], True)
+        if "\ufffd" in text:  # part of a character
+            text = ""
+        self[token_id] = text
+        return text
+
+
 class Tokenizer:
     """Text to token ids and back.
 
@@ -184,12 +198,14 @@ class Tokenizer:
             characters has more than n tokens.
         decode_ids: (ids, skip_special_tokens) -> text; the library's own function, which every output token passes.
         json_texts: token id -> its `token_text` as JSON.
+        whole_texts: token id -> the text that it decodes to alone, "" for special tokens and parts of characters.
         is_absent: the checkpoint has no tokenizer: only token ids can be served.
     """
 
     def __init__(self, backend: _Backend) -> None:
         self._backend = backend
         self.decode_ids = backend.decode
+        self.whole_texts = _WholeTexts(backend.decode)
         self.size = backend.size()
         self.longest_token = backend.longest_token()
         self.is_absent = isinstance(backend, _Absent)

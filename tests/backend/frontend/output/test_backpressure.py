@@ -47,7 +47,7 @@ def slow_down(rig: SupervisorRig, seconds: float) -> None:
             time.sleep(seconds)
             advance(delta)
 
-        sequence.advance = slow
+        sequence.advance, sequence.can_join = slow, lambda token_id: False
 
 
 def paused(rig: SupervisorRig) -> bool:
@@ -169,7 +169,7 @@ def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
                 assert may_go_on.acquire(timeout=30)
                 advance(delta)
 
-            sequence.advance = gated
+            sequence.advance, sequence.can_join = gated, lambda token_id: False
     num_deltas = 0
     while not client.ended.is_set():
         engine.take_messages()

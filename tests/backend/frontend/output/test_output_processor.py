@@ -786,7 +786,7 @@ def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
         time.sleep(0.01)  # more than a slice
         advance(delta)
 
-    sequence.advance = slow  # type: ignore[method-assign]
+    sequence.advance, sequence.can_join = slow, lambda token_id: False  # type: ignore[method-assign]
     rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
     rig.feed(IDS, request_id=2)
     if end == "an error":
@@ -916,3 +916,21 @@ def test_a_request_that_cannot_be_sent_to_the_engine_is_answered_once(
     assert other.wait().error is None
     wait_for(lambda: not rig.streams.num_open)
     assert client.finals == 1
+
+
+def test_tokens_that_waited_together_are_decoded_once_and_sent_as_if_they_had_not(paced: Rig) -> None:
+    client = paced.open("return_token_ids")
+    paced.step(SequenceDelta(1, 0, IDS[:1]))
+    paced.settle()
+    paced.streams._pacing.wait = 1000.0  # type: ignore[union-attr]
+    (sequence,) = paced.streams._streams[1].sequences
+    joined: list[list[int]] = []
+    advance_each = sequence.advance_each
+    sequence.advance_each = lambda ids: (joined.append(ids), advance_each(ids))[1]  # type: ignore[method-assign]
+    for token in IDS[1:]:
+        paced.step(SequenceDelta(1, 0, [token]))
+    paced.step(SequenceDelta(1, 0, [], "length"))
+    client.wait()
+    assert joined == [IDS[1:]]
+    assert client.texts() == [TEXT]
+    assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS

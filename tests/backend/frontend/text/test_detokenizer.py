@@ -66,6 +66,29 @@ def test_chunks_of_random_tokens_are_the_whole_text_too(ids: list[int], cuts: li
     assert text == BYTE_LEVEL.decode(prompt + ids)[len("a prompt") :]
 
 
+@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize("skip", [True, False])
+@given(ids=st.lists(st.integers(0, BYTE_LEVEL.size - 1), max_size=60), cuts=st.lists(st.integers(1, 40), max_size=20))
+def test_random_tokens_pushed_together_give_the_text_of_pushing_each_alone(
+    skip: bool, ids: list[int], cuts: list[int]
+) -> None:
+    """Random tokens are mostly invalid UTF-8, and some are special."""
+    together, alone = (IncrementalDetokenizer(BYTE_LEVEL, ids[:2], skip) for _ in range(2))
+    for chunk in chunks_of(ids[2:], cuts):
+        assert together.push_each(chunk) == "".join([alone.push([token]) for token in chunk])
+    assert together.flush() == alone.flush()
+
+
+@settings(max_examples=100, deadline=None)
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SPACED])
+@given(text=st.text(max_size=40), cuts=st.lists(st.integers(1, 40), max_size=20))
+def test_text_pushed_together_is_that_of_each_token_alone(tokenizer: Tokenizer, text: str, cuts: list[int]) -> None:
+    together, alone = (IncrementalDetokenizer(tokenizer) for _ in range(2))
+    for chunk in chunks_of(tokenizer.encode(text, add_special_tokens=False), cuts):
+        assert together.push_each(chunk) == "".join([alone.push([token]) for token in chunk])
+    assert together.flush() == alone.flush()
+
+
 def test_an_incomplete_character_is_held_back_until_the_flush() -> None:
     ids = BYTE_LEVEL.encode("x 😀", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids[:1])
