@@ -140,7 +140,7 @@ def test_errors_become_the_exceptions_of_the_library(client: OpenAI) -> None:
         ask(model="gpt-4", messages=CHAT)
     assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError) as absent:
-        client.embeddings.create(model="demo", input="a")
+        client.images.generate(model="demo", prompt="a")
     assert absent.value.code == "unsupported_endpoint"
 
 

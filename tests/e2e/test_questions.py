@@ -105,6 +105,10 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "fim_template": None,
         "fim_stop_token_ids": [],
         "special_tokens": {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2},
+        "generates": True,
+        "pooling_tasks": ["embed", "score"],
+        "embedding_size": 256,
+        "labels": [],
     }
 
 
