@@ -2,7 +2,7 @@
 """Streams that all decode, and a prompt alone, with weights in 16, 8 and 4 bits, beside other engines or a commit.
 
     python bench/decoding.py [--formats bfloat16 int8 int4] [--streams 1 4 16] [--base COMMIT] [--output FILE]
-    python bench/decoding.py --llama-cpp FOLDER --openvino PYTHON
+    python bench/decoding.py --llama-cpp FOLDER --openvino PYTHON [--formats int4 int4-head-6 int4-head-4 Q4_K_M]
 
 In-process, on a checkpoint of Qwen3-0.6B's shape with random weights: the rate depends on the shape alone.  `--base`
 runs the formats of `--base-formats` at an earlier commit, too, in alternation; `--llama-cpp` (the folder that has
@@ -29,6 +29,9 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bfloat16": {},
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4"},
+    "int4-head-6": {"quantization": "int4", "head_bits": 6},
+    "int4-head-4": {"quantization": "int4", "head_bits": 4},
+    "Q4_K_M": {},  # llama.cpp's file, in its codes
 }
 _WARM_UP_STEPS = 5
 
@@ -42,6 +45,8 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
         "check_on_load": False,  # weights are random, and a check takes a minute
         **FORMATS[side.split()[0]],
     }
+    if side == "Q4_K_M":
+        options["model"] = str(decoding_peers.gguf(side, arguments))
     core = common.engine(options)
     rng = np.random.default_rng(1)
     number = iter(range(10**6))
@@ -80,7 +85,7 @@ def main() -> None:
         return
     args = common.options(
         __doc__,
-        formats=common.choice(FORMATS),
+        formats=dict(nargs="+", choices=list(FORMATS), default=["bfloat16", "int8", "int4"]),
         base=dict(help="an earlier commit"),
         base_formats=dict(nargs="+", choices=list(FORMATS), default=["bfloat16", "int8"]),
         llama_cpp=dict(metavar="FOLDER", help="folder of llama.cpp's programs"),

@@ -38,8 +38,16 @@ def convert(side: str, arguments: dict[str, Any]) -> Path:
             options = ["--task", "text-generation-with-past", "--weight-format", kind]
             subprocess.run([tool, "export", "openvino", "--model", folder, *options, converted], check=True)
         return converted
+    return gguf(kind, arguments)
+
+
+def gguf(kind: str, arguments: dict[str, Any]) -> Path:
+    """llama.cpp's file of a type, such as Q4_K_M."""
+    folder = Path(arguments["checkpoint"])
     converted = common.CACHE / "gguf" / f"{folder.name}-{kind}.gguf"
     if not converted.exists():
+        if not arguments["llama_cpp"]:
+            raise SystemExit(f"{kind} needs --llama-cpp FOLDER, whose llama-quantize writes the file")
         plain = common.CACHE / "gguf" / f"{folder.name}-F16.gguf"
         plain.parent.mkdir(parents=True, exist_ok=True)
         if not plain.exists():

@@ -32,9 +32,10 @@ def write(folder: Path, file: Path) -> None:
     writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list([f"<{index}>" for index in range(config["vocab_size"])])
+    tokens = [f"<{index}>" for index in range(config["vocab_size"] - 1)]
+    writer.add_token_list([*tokens, tokens[0] + tokens[1]])
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
-    writer.add_token_merges(["<0> <1>"])
+    writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     writer.add_eos_token_id(config["eos_token_id"])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
     for name, weight in load_file(folder / "model.safetensors").items():

@@ -61,10 +61,10 @@ def requests(count: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 @pytest.fixture(scope="module")
 def in_integers(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, EngineCore]:
-    """A checkpoint, and its engine on the CPU."""
+    """A checkpoint, and its engine on the CPU with inputs of layers in float32, as on a card."""
     path = make_checkpoint("llama", tmp_path_factory.mktemp("integers"))
     write(path, "gptq act-order")
-    return path, make_core(path, **LIMITS, seed=1)
+    return path, make_core(path, **LIMITS, seed=1, native_forward=False)
 
 
 def test_a_checkpoint_in_integers(card: Card, in_integers: tuple[str, EngineCore]) -> None:

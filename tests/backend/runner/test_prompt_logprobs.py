@@ -99,7 +99,9 @@ def test_a_model_that_goes_round_its_decoder_computes_all_logits_at_once() -> No
     forward.max_rows = 3
     ids = torch.arange(10)[None]
     for _ in range(2):
-        logits, chunks = forward(ids, ids, torch.tensor([9]), torch.arange(2, 10))
+        logits, chunks, _ = forward(
+            ids, ids, torch.tensor([9]), torch.arange(2, 10), torch.tensor([], dtype=torch.int64)
+        )
         assert logits.argmax(-1).tolist() == [9]
         assert [chunk.argmax(-1).tolist() for chunk in chunks] == [[2, 3, 4], [5, 6, 7], [8, 9]]
 

@@ -400,6 +400,7 @@ def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_mo
         setattr(triton_model, part, nothing)
     triton_model._chat = ChatTemplate(None)
     triton_model._group = None
+    triton_model._tensors = types.SimpleNamespace(clear=lambda: None)
     rig.order(answer="never")
     client = RecordingClient()
     relay(rig.ask(), rig.streams, client)
