@@ -16,6 +16,7 @@ from inflight_client.pooling import (
     TextsOrIds,
     classes_of,
     classification_of,
+    documents_of,
     embedding_of,
     embeddings_of,
     pairs_of,
@@ -88,8 +89,8 @@ class PooledCalls:
 
         Arguments and errors as in `score`.
         """
-        scores = self.score(query, documents, raw_scores=raw_scores, **options).scores
-        return ranked(documents, scores, top_n)
+        given = documents_of(documents, top_n)
+        return ranked(given, self.score(query, given, raw_scores=raw_scores, **options).scores, top_n)
 
     def classify(self, inputs: TextsOrIds, *, raw_scores: bool = False, **options: Unpack[PoolingOptions]) -> Classes:
         """The probabilities of the checkpoint's classes for each text; arguments and errors as in `embed`.
@@ -140,8 +141,8 @@ class AsyncPooledCalls:
         **options: Unpack[PoolingOptions],
     ) -> list[RankedDocument]:
         """As `Client.rerank`."""
-        scores = (await self.score(query, documents, raw_scores=raw_scores, **options)).scores
-        return ranked(documents, scores, top_n)
+        given = documents_of(documents, top_n)
+        return ranked(given, (await self.score(query, given, raw_scores=raw_scores, **options)).scores, top_n)
 
     async def classify(
         self, inputs: TextsOrIds, *, raw_scores: bool = False, **options: Unpack[PoolingOptions]

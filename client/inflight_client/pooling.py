@@ -22,6 +22,7 @@ __all__ = [
     "TextsOrIds",
     "classes_of",
     "classification_of",
+    "documents_of",
     "embedding_of",
     "embeddings_of",
     "pairs_of",
@@ -182,6 +183,13 @@ def pairs_of(text_1: Texts, text_2: Texts) -> list[tuple[str, str]]:
             "of both"
         )
     return list(zip(first * len(second) if len(first) == 1 else first, second))
+
+
+def documents_of(documents: Texts, top_n: int | None) -> list[str]:
+    """The documents to rank; raises ValueError if `top_n` is less than 1."""
+    if top_n is not None and top_n < 1:
+        raise ValueError(f"top_n={top_n}: must be at least 1, or None for all")
+    return [documents] if isinstance(documents, str) else list(documents)
 
 
 # -- responses ---------------------------------------------------------------------------------------

@@ -77,7 +77,12 @@ async def _shortened(gateway: Gateway, model: ServedModel, documents: list[str],
             text = await gateway.upstream.detokenize(model, ids[:limit])
             return text.rstrip("\ufffd") or document[:1]  # the rest of a character that was cut
 
-    return list(await asyncio.gather(*[shorten(document) for document in documents]))
+    tasks = [asyncio.create_task(shorten(document)) for document in documents]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:  # the first failure ends the request, and the others are not asked any more
+        for task in tasks:
+            task.cancel()
 
 
 async def pair_scores(

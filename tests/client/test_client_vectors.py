@@ -144,6 +144,11 @@ def test_arrays_come_back(client: Client) -> None:
     scores = client.score("q", ["abc", "d"])
     assert scores.scores.tolist() == pytest.approx([0.03, 0.01]) and scores.token_counts.tolist() == [4, 2]
     assert [one.document for one in client.rerank("q", ["a", "abc", "ab"], top_n=2)] == ["abc", "ab"]
+    assert [one.document for one in client.rerank("q", "abc")] == ["abc"]
+    assert [one.document for one in client.rerank("q", (text for text in ("a", "ab")))] == ["ab", "a"]  # type: ignore[arg-type]
+    for top_n in (0, -1):
+        with pytest.raises(ValueError, match=f"top_n={top_n}: must be at least 1"):
+            client.rerank("q", ["a", "abc"], top_n=top_n)
     classes = client.classify(["g", "b"])
     assert classes.labels == ["bad", "good"] and classes.best == ["good", "bad"]
     assert classes.probabilities.tolist() == [[0.25, 0.75], [0.75, 0.25]]

@@ -158,6 +158,21 @@ async def test_equal_scores_keep_the_given_order_and_search_units_are_hundreds(s
     assert answer["meta"]["billed_units"] == {"search_units": 2}
 
 
+async def test_a_document_that_cannot_be_shortened_ends_the_request_and_all_questions(start, monkeypatch):
+    front = await start(lambda request: vectors(request))
+    asked_for = []
+
+    async def tokenize(prompt: str, *, model: str, **options: Any) -> dict[str, Any]:
+        asked_for.append(prompt)
+        await asyncio.sleep(0)
+        raise UnavailableError("the queue is full")
+
+    monkeypatch.setattr(front.client, "tokenize", tokenize)
+    body = {"query": "q", "documents": ["a document"] * 200, "max_tokens_per_doc": 4}
+    assert (await front.post("/rerank", body)).status_code in (429, 503)
+    assert len(asked_for) <= 32
+
+
 async def test_long_documents_are_shortened(start):
     front = await start(lambda request: vectors(request))
     documents = ["abcdef", "ab", "ÄÖÜ"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -22,7 +22,7 @@ from inflight.in_process.pooling_outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from inflight.in_process.prompts import Prompt, is_prompt, listed
+from inflight.in_process.prompts import Prompt, is_prompt, listed, text_or_ids
 
 __all__ = ["OpenVector", "PooledCalls", "Progress"]
 
@@ -176,6 +176,7 @@ class PooledCalls:
         """
         if top_n is not None and top_n < 1:
             raise ValueError(f"top_n={top_n}: must be at least 1")
+        documents = [documents] if isinstance(documents, str) else list(documents)
         scored = self.score(query, documents, pooling_params=pooling_params, use_tqdm=use_tqdm, instruction=instruction)
         found = [RerankResult(i, documents[i], output.outputs.score) for i, output in enumerate(scored)]
         return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
@@ -220,10 +221,8 @@ def _texts(prompts: Any) -> list[Any]:
     prompts = listed(prompts)
     found = []
     for prompt in [prompts] if is_prompt(prompts) else prompts:
-        given = listed(prompt)
-        if isinstance(given, Mapping):
-            given = given.get("prompt_token_ids") or given.get("prompt")
-        found.append(given if isinstance(given, str) else [int(token) for token in listed(given or ())])
+        text, ids = text_or_ids(prompt)
+        found.append(text if ids is None else ids)
     return found
 
 

@@ -9,7 +9,16 @@ from typing import Any, Union
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["Conversation", "Prompt", "is_conversation", "is_prompt", "listed", "read_chat", "read_prompt"]
+__all__ = [
+    "Conversation",
+    "Prompt",
+    "is_conversation",
+    "is_prompt",
+    "listed",
+    "read_chat",
+    "read_prompt",
+    "text_or_ids",
+]
 
 # A text; token ids; or one of the two in a dict, as vLLM's `TextPrompt` and `TokensPrompt`:
 # {"prompt": "..."} or {"prompt_token_ids": [...]}, where "prompt" can accompany the ids for the record.
@@ -37,11 +46,17 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int
     Raises:
         ValueError: it is no prompt, or a text although there is no tokenizer.
     """
+    text, ids = text_or_ids(prompt)
+    return text, tokenizer.encode(text or "") if ids is None else ids
+
+
+def text_or_ids(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """The prompt's text and its token ids, of which it has one or both; raises ValueError if it is no prompt."""
     prompt = listed(prompt)
     if isinstance(prompt, str):
-        return prompt, tokenizer.encode(prompt)
+        return prompt, None
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt, tokenizer)
+        return _of_mapping(prompt)
     return None, _ids("a prompt", prompt)
 
 
@@ -70,7 +85,7 @@ def read_chat(
     return text, tokenizer.encode(text, add_special_tokens=False)  # the template spells out the special tokens
 
 
-def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str | None, list[int]]:
+def _of_mapping(prompt: Mapping[str, Any]) -> tuple[str | None, list[int] | None]:
     asked = {key: value for key, value in prompt.items() if value is not None}
     unknown = sorted(map(str, asked.keys() - {"prompt", "prompt_token_ids"}))
     text = asked.get("prompt")
@@ -82,8 +97,7 @@ def _read_mapping(prompt: Mapping[str, Any], tokenizer: Tokenizer) -> tuple[str 
         )
     if "prompt_token_ids" in asked:
         return text, _ids("prompt_token_ids", asked["prompt_token_ids"])
-    assert text is not None
-    return text, tokenizer.encode(text)
+    return text, None
 
 
 def _ids(name: str, value: Any) -> list[int]:

@@ -76,6 +76,32 @@ def test_score_and_rerank(llm: LLM, reference: Any) -> None:
         llm.rerank("query", texts, top_n=0)
 
 
+def test_one_document_or_any_iterable_of_them(llm: LLM) -> None:
+    (found,) = llm.rerank("query", "several letters", use_tqdm=False)
+    assert (found.index, found.document) == (0, "several letters")
+    ranked = llm.rerank("query", (text for text in ["one", "two"]), use_tqdm=False)  # type: ignore[arg-type]
+    assert {found.document for found in ranked} == {"one", "two"}
+
+
+def test_prompts_are_read_as_those_of_generate(llm: LLM) -> None:
+    given: list[Any] = [
+        np.array([1, 2]),
+        {"prompt_token_ids": np.array([3, 4])},
+        {"prompt": "x", "prompt_token_ids": [5]},
+    ]
+    outputs = llm.embed(given, use_tqdm=False)
+    assert [output.prompt_token_ids for output in outputs] == [[1, 2], [3, 4], [5]]
+    for bad, says in (
+        ([[1.5]], "not a list of token ids"),
+        ([[[1]]], "not a list of token ids"),
+        ([b"abc"], "not a list of token ids"),
+        ([None], "not a list of token ids"),
+        ({"text": "a"}, "a prompt in a dict has text"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            llm.embed(bad, use_tqdm=False)  # type: ignore[arg-type]
+
+
 def test_a_stream_goes_on_beside_embeddings(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     (alone,) = llm.generate("once", params, use_tqdm=False)

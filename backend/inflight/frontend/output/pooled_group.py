@@ -43,7 +43,11 @@ class PooledGroup:
         """The vector of a prompt; the last one sends the response."""
         self._vectors[place] = vector
         if len(self._vectors) == len(self._request.members) and self.end():
-            self._responder.send(self._outputs(), True)
+            try:
+                self._responder.send(self._outputs(), True)
+            except BaseException as error:  # the caller fails this prompt, whose group has ended
+                self._responder.fail("INTERNAL", f"{type(error).__name__}: {error}")
+                raise
 
     def fail(self, place: int, code: ErrorCode, message: str) -> None:
         """A prompt failed."""

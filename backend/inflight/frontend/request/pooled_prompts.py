@@ -210,16 +210,7 @@ class PooledPrompts:
         return self._checked(_cut(entry, asked.side, limit))
 
     def _text(self, text: str, side: str, limit: int | None) -> list[int]:
-        text.encode("utf-8")  # an unpaired surrogate is a ValueError
-        most = self._max_model_len if limit is None else limit
-        longest = self._tokenizer.longest_token
-        if limit is None and len(text) > most * longest:  # do not tokenise what cannot fit
-            raise ValueError(
-                f"a text of {len(text)} characters, which must be more than {most} tokens; set truncate_prompt_tokens"
-            )
-        if limit is not None:  # as much again as the kept tokens can reach is context
-            reach = 2 * most * longest
-            text = text[:reach] if side == "right" else text[-reach:]
+        text = self._bounded(text, side, limit)
         token_ids = self._tokenizer.encode(text)
         if limit is None or len(token_ids) <= limit:
             return token_ids
@@ -228,10 +219,28 @@ class PooledPrompts:
         room = limit - len(first) - len(last)
         return [*first, *_cut(plain, side, room), *last] if room > 0 else _cut(token_ids, side, limit)
 
+    def _bounded(self, text: str, side: str, limit: int | None) -> str:
+        """The part of a text that can matter: what cannot fit is not tokenised."""
+        text.encode("utf-8")  # an unpaired surrogate is a ValueError
+        most = self._max_model_len if limit is None else limit
+        longest = self._tokenizer.longest_token
+        if limit is None and len(text) > most * longest:
+            raise ValueError(
+                f"a text of {len(text)} characters, which must be more than {most} tokens; set truncate_prompt_tokens"
+            )
+        if limit is None:
+            return text
+        reach = 2 * most * longest  # as much again as the kept tokens can reach is context
+        return text[:reach] if side == "right" else text[-reach:]
+
     def _pair(self, entry: Any, asked: Asked, limit: int | None) -> list[int]:
         """Token ids of one prompt with a query and a document, whose end is cut."""
         query, document = _pair_of(entry)
         if self.facts.pairs == "tokenizer":
+            if limit is None:
+                self._bounded(query + document, "right", None)
+            else:
+                query, document = (self._bounded(text, "right", limit) for text in (query, document))
             token_ids = self._tokenizer.encode_pair(query, document)
             if limit is not None and len(token_ids) > limit:
                 token_ids = self._shorter_pair(token_ids, document, limit)
@@ -239,6 +248,7 @@ class PooledPrompts:
         before, after = self._frame
         texts = {"instruction": asked.instruction or _INSTRUCTION, "query": query, "document": document}
         body = re.sub(r"\{(instruction|query|document)\}", lambda found: texts[found[1]], self.facts.template[1])
+        body = self._bounded(body, asked.side, limit)
         middle = self._tokenizer.encode(body, add_special_tokens=False)
         room = None if limit is None else limit - len(before) - len(after)
         if room is not None and room < 1:
@@ -256,10 +266,11 @@ class PooledPrompts:
         """The pair with fewer tokens of its document, which is tokenised apart from the query."""
         own = self._tokenizer.encode(document, add_special_tokens=False)
         kept = len(own) - (len(token_ids) - limit)
-        starts = [k for k in range(len(token_ids) - len(own), -1, -1) if token_ids[k : k + len(own)] == own]
-        if kept < 1 or not starts:
+        behind = range(len(token_ids) - len(own), -1, -1) if kept > 0 else ()
+        start = next((k for k in behind if token_ids[k] == own[0] and token_ids[k : k + len(own)] == own), None)
+        if start is None:
             raise ValueError(f"truncate_prompt_tokens={limit} leaves no room for the second text")
-        return [*token_ids[: starts[0] + kept], *token_ids[starts[0] + len(own) :]]
+        return [*token_ids[: start + kept], *token_ids[start + len(own) :]]
 
     def _checked(self, token_ids: list[int]) -> list[int]:
         if not 1 <= len(token_ids) <= self._max_model_len:

@@ -153,6 +153,18 @@ def test_a_queue_that_is_full_half_way(processor: Any, engine: Engine) -> None:
     assert engine.aborted >= set(ids(engine))
 
 
+def test_a_response_that_cannot_be_sent_ends_in_an_error(engine: Any, stats: RecordingStats) -> None:
+    logged: list[str] = []
+    processor = OutputProcessor(demo_tokenizer(), engine, stats, logged.append)
+    processor.start()
+    client = RecordingClient(broken=True)
+    PooledGroups(lambda wire: request([[1], [2]]), processor.open).open(WIRE, client)
+    first, second = ids(engine)
+    processor.on_step(step(vector(first, 1), vector(second, 2)))
+    assert client.wait().error == ("INTERNAL", "RuntimeError: cannot reach the client") and logged
+    processor.stop("the test is over")
+
+
 def test_a_client_that_cancels(processor: Any, engine: Engine) -> None:
     client = opened(processor, request([[1], [2]]))
     client.cancelled = True

@@ -227,6 +227,30 @@ def test_refused_by_name(facts: PoolerFacts, value: Any, message: str) -> None:
     assert message in refused(facts, value)
 
 
+@pytest.mark.parametrize("facts", [EMBEDS, SCORES, RERANKS])
+def test_a_pair_that_cannot_be_encoded(facts: PoolerFacts) -> None:
+    for pair in (["\ud800", "b"], ["a", "\ud800"]):
+        assert "inputs[1]: 'utf-8' codec" in refused(facts, {"task": "score", "inputs": [["a", "b"], pair]})
+
+
+@pytest.mark.parametrize("facts", [SCORES, RERANKS])
+def test_of_a_long_pair_only_what_can_fit_is_tokenised(facts: PoolerFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    long, seen = "word " * 20_000, []
+    for name in ("encode", "encode_pair"):
+        real = getattr(TOKENIZER, name)
+
+        def spied(*texts: Any, real: Any = real, **options: Any) -> Any:
+            seen.append(sum(map(len, texts)))
+            return real(*texts, **options)
+
+        monkeypatch.setattr(TOKENIZER, name, spied)
+    asked = {"task": "score", "inputs": [["query", long]]}
+    assert "set truncate_prompt_tokens" in refused(facts, asked)
+    assert len(read(facts, {**asked, "truncate_prompt_tokens": MAX_LEN}).plan.prompts[0]) == MAX_LEN
+    assert "no room" in refused(facts, {"task": "score", "inputs": [[long, "a"]], "truncate_prompt_tokens": 8})
+    assert max(seen) < len(long) / 2
+
+
 def test_sizes_of_matryoshka_models() -> None:
     for sizes, good, bad in (([], 3, 65), ([8, 16], 8, 3)):
         facts = PoolerFacts(tasks=["embed"], size=64, matryoshka=sizes)
