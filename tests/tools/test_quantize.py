@@ -299,9 +299,9 @@ def half_done(llama: str, tmp_path: Path, written_samples: list[list[int]], monk
 
 
 def test_another_runs_work_is_refused_by_name(llama: str, tmp_path: Path, half_done: Path) -> None:
-    status, text = run(llama, "-o", half_done, "--seed", "7", "--group-size", "64")
+    status, text = run(llama, "-o", half_done, "--seed", "7", "--head-bits", "4")
     assert status == 1
-    assert "int4.partial has the work of another run: --group-size 32, not 64, --seed 0, not 7; repeat" in text
+    assert "int4.partial has the work of another run: --head-bits 16, not 4, --seed 0, not 7; repeat" in text
     other = make_checkpoint("llama", tmp_path, seed=5, num_hidden_layers=3)
     status, text = run(other, "-o", half_done)
     assert status == 1 and 'another run: model "llama ' in text
@@ -332,6 +332,13 @@ def test_wrong_options(llama: str, tmp_path: Path) -> None:
         "inflight: --group-size 48: give 32, 64 or 128",
     )
     assert run(llama, "-o", tmp_path / "x", "--head-bits", "6") == (2, "inflight: --head-bits 6: give 4, 8 or 16")
+    for there in (".", "/"):
+        assert run(llama, "-o", there) == (2, f"inflight: --output {there} exists: name a folder to make")
+    (tmp_path / "file.partial").write_text("no folder")
+    assert run(llama, "-o", tmp_path / "file")[1].endswith("file.partial: File exists")
+    none = "--group-size 128 divides the inputs of no linear layer of"
+    assert none in run(llama, "-o", tmp_path / "x", "--group-size", "128")[1]
+    assert not (tmp_path / "x.partial").exists()
     (tmp_path / "done").mkdir()
     said = f"inflight: {tmp_path / 'done'} exists: choose another --output, or remove it"
     assert run(llama, "-o", tmp_path / "done") == (1, said)
@@ -373,6 +380,11 @@ def test_what_is_no_plain_checkpoint_is_refused_by_name(llama: str, tmp_path: Pa
     assert f"{name} is in none of its files, and config.json implies [48, 32]" in refusal(folder)
     save_file(tensors | {name: torch.ones(3, 3)}, folder / "model.safetensors")
     assert f"{name} has shape [3, 3], and config.json implies [48, 32]" in refusal(folder)
+    os.truncate(folder / "model.safetensors", 4000)
+    assert "model.safetensors is damaged (" in refusal(folder)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text("{")
+    assert "model.safetensors.index.json is damaged; download it again" in refusal(folder)
     (folder / "adapter_config.json").write_text("{}")
     assert "is an adapter: merge it into its model" in refusal(folder)
     assert "no such folder, and the cache of the hub does not have it" in refusal("someone/nothing-like-this")

@@ -38,7 +38,7 @@ IRRELEVANT = set(
     chat_template chat_template_timeout trust_request_chat_template enforce_eager max_cudagraph_capture_size
     disable_log_stats python_executable step_trace otlp_traces_endpoint check_on_load native_forward max_replays
     engine_timeout spare_engine engine_start_timeout shared_step_rows short_prompt_share shed_on_predicted_wait
-    drain_timeout
+    drain_timeout pooler_config hf_overrides max_pooled_inputs
     """.split()  # noqa: SIM905
 )
 
@@ -91,6 +91,15 @@ def test_a_copy_and_other_limits_are_the_same_key(llama: Path, folder: CacheFold
     copy = shutil.copytree(llama, tmp_path / "copy")
     (copy / "README.md").write_text("no weights")
     assert key(copy, folder, max_num_seqs=3, cpu_threads=2, itl_target_ms=9) == key(llama, folder)
+
+
+def test_what_says_that_a_checkpoint_has_no_head_is_part_of_the_key(
+    llama: Path, folder: CacheFolder, tmp_path: Path
+) -> None:
+    """Without its modules.json, a full load says that the head is missing; kept weights would have a random one."""
+    copy = shutil.copytree(llama, tmp_path / "copy")
+    (copy / "modules.json").write_text("[]")
+    assert key(copy, folder) != key(llama, folder)
 
 
 @given(st.data())

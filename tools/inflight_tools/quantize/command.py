@@ -50,6 +50,8 @@ def quantize(
     for name, value, allowed in (("group-size", group_size, _GROUPS), ("head-bits", head_bits, _HEAD_BITS)):
         if value not in allowed:
             fail(f"--{name} {value}: give {allowed[0]}, {allowed[1]} or {allowed[2]}", status=2)
+    if not output.name:
+        fail(f"--output {output} exists: name a folder to make", status=2)
     try:
         from inflight_tools.quantize.decoder_walk import Scheme
         from inflight_tools.quantize.run import write_quantized
@@ -79,7 +81,7 @@ def quantize(
 
 
 def _again(partial: Path) -> str:
-    return f"; the same command goes on with {partial}" if partial.exists() else ""
+    return f"; the same command goes on with {partial}" if partial.is_dir() else ""
 
 
 def _as_json(done: Done, output: Path, seconds: float) -> dict[str, Any]:

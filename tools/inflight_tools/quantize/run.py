@@ -59,6 +59,7 @@ def write_quantized(model: str, output: Path, scheme: Scheme, wanted: Wanted, sh
         raise Refused(f"{output} exists: choose another --output, or remove it{left}")
     source = open_source(model)
     parts = _parts(source, scheme)
+    _expect_some(source, scheme)
     _expect_room(source, scheme, wanted, output)
     shown.phase("reading the weights")
     with closing(WorkFolder(output, _plan(source, scheme, wanted), torch.get_num_threads())) as work:
@@ -127,6 +128,19 @@ def _digest(files: list[Path]) -> str:
             while chunk := file.read(_CHUNK):
                 state.update(chunk)
     return state.hexdigest()
+
+
+def _expect_some(source: Source, scheme: Scheme) -> None:
+    """
+    Raises:
+        Refused: no layer can be quantized; a server would then look for codes in vain.
+    """
+    sizes = {module.in_features for module in source.layers[0].modules() if isinstance(module, torch.nn.Linear)}
+    if not any(scheme.fits(size) for size in sizes):
+        raise Refused(
+            f"--group-size {scheme.group} divides the inputs of no linear layer of {source.folder}, "
+            f"{', '.join(map(str, sorted(sizes)))}: give a smaller one, or serve the checkpoint as it is"
+        )
 
 
 def _expect_room(source: Source, scheme: Scheme, wanted: Wanted, output: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from inflight.attention.reference import ReferenceAttention
@@ -114,7 +115,7 @@ def open_source(model: str) -> Source:
                 f"{model} ({hf_config.model_type}) is a mixture of experts, which are not linear layers here: serve it "
                 'with "quantization" in model.json, or give a dense model'
             )
-        files, dtype = _files(model, folder), dtype_of("auto", text_config)
+        (files, headers), dtype = _files(model, folder), dtype_of("auto", text_config)
         small = _recognised(options, hf_config, max_model_len(options, text_config))
         whole = from_config(options, copy.deepcopy(hf_config), torch.float32, torch.device("meta"))
         whole.set_attn_implementation("sdpa")  # type: ignore[operator]
@@ -125,7 +126,7 @@ def open_source(model: str) -> Source:
             rotary_embedding=small.model.rotary_emb,
             dtype=dtype,
             max_length=max_model_len(options, text_config),
-            headers=_headers(folder),
+            headers=headers,
             files=files,
         )
     except (ConfigError, LoadError, CheckpointFileError) as error:
@@ -166,21 +167,23 @@ def _config(folder: Path) -> dict[str, Any]:
         raise Refused(f"{folder / 'config.json'} is damaged: {error}") from None
 
 
-def _files(model: str, folder: Path) -> TensorFiles:
-    found = weight_files(folder)
+def _files(model: str, folder: Path) -> tuple[TensorFiles, dict[str, Header]]:
+    try:
+        found = weight_files(folder)
+    except ValueError as error:
+        raise Refused(f"{model}: {error}") from None
     missing = [file.name for file in found if not file.is_file()]
     if missing:
         raise Refused(f"{model}: {missing[0]} is missing; download the checkpoint again")
-    if not found or found[0].suffix != ".safetensors":
+    if not found or any(file.suffix != ".safetensors" for file in found):
         raise Refused(f"{model} has no weights in safetensors: convert them with transformers' save_pretrained")
-    return TensorFiles(str(folder))
-
-
-def _headers(folder: Path) -> dict[str, Header]:
-    found: dict[str, Header] = {}
-    for file in weight_files(folder):
-        found |= headers_of(file)
-    return found
+    headers: dict[str, Header] = {}
+    try:
+        for file in found:
+            headers |= headers_of(file)
+    except SafetensorError as error:
+        raise Refused(f"{model}: {file.name} is damaged ({error}); download the checkpoint again") from None
+    return TensorFiles(str(folder)), headers
 
 
 def _recognised(options: EngineConfig, hf_config: Any, length: int) -> Any:

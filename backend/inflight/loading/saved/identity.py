@@ -1,8 +1,9 @@
 """The name of a file of kept weights: digests of content, never names.  No torch.
 
-Two keys.  That of the checkpoint covers the bytes of config.json, generation_config.json and every weight, and the
-options that decide what is made of them.  That of the program covers Inflight's code and kernels, the versions of torch
-and transformers, and the CPU's instruction set.  Neither covers thread counts or limits of a batch: they change no bit.
+Two keys.  That of the checkpoint covers the bytes of config.json, generation_config.json, modules.json and every
+weight, and the options that decide what is made of them.  That of the program covers Inflight's code and kernels, the
+versions of torch and transformers, and the CPU's instruction set.  Neither covers thread counts or limits of a batch:
+they change no bit.
 
 Weights are read whole, by XXH3 at 20 GB/s; a load reads them in any case.  Their digests are remembered by device,
 inode, size, mtime and ctime, so that the next start reads none.  A tool can set an mtime, but not a ctime.
@@ -33,7 +34,7 @@ FORMAT = 2  # of the keys and of the file
 DECISIVE = ("attention_backend", "block_size", "dtype", "head_bits", "kv_cache_dtype", "max_model_len", "quantization")
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
-_CONFIGS = ("config.json", "generation_config.json", _INDEX)
+_CONFIGS = ("config.json", "generation_config.json", "modules.json", _INDEX)  # modules.json: see `is_headless`
 _NAMES_OF_FILES = ("configuration_files", "transformers_weights")  # in a config.json, of what is read instead
 _CHUNK = 2**20  # stays in a core's cache between the read and the digest
 _SETTLED_NS = 3 * 10**9  # a younger file can change once more within the resolution of its times
