@@ -50,7 +50,8 @@ class Serving:
         self._ports = list(map(int, re.findall(r"127\.0\.0\.1:(\d+)", said)))
         self._all = psutil.Process(self.process.pid).children(recursive=True)
         self.server = next(process.pid for process in self._all if process.name() == "tritonserver")
-        (self._engine,) = [process for process in self._all if "fake_engine" in " ".join(process.cmdline())]
+        fakes = [process for process in self._all if "fake_engine" in " ".join(process.cmdline())]
+        (self._engine,) = [process for process in fakes if "--fork-server" not in process.cmdline()]  # not the spare
         self.stubs = children(self.server, STUB_NAME)
         self.grpc = f"127.0.0.1:{self._ports[1]}"
         self.stream = GrpcStream(self.grpc, "fake")
