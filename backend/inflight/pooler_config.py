@@ -31,6 +31,8 @@ class PoolerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         given = self.score_template
         if given not in (None, "qwen3") and (isinstance(given, str) or given is None or len(given) != 3):
             raise ValueError(f'score_template={given!r}: must be "qwen3" or three texts')
+        if isinstance(given, list) and not all(name in given[1] for name in ("{query}", "{document}")):
+            raise ValueError(f"score_template={given!r}: the second text must contain {{query}} and {{document}}")
 
 
 class HfOverrides(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -125,6 +125,11 @@ def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Po
     if head is not None and head.shape[1] != size:
         raise LoadError(f"{config.model!r}: {_SCORE} has {head.shape[1]} inputs, and hidden_size is {size}")
     pooler, overrides = config.pooler_config, config.hf_overrides
+    if head is None and (pooler.score_template or overrides.is_original_qwen3_reranker):
+        raise LoadError(
+            f"{config.model!r}: score_template and is_original_qwen3_reranker are for rerankers, and its scores are "
+            "cosines of embeddings: set classifier_from_token in hf_overrides, too, or leave them out"
+        )
     kind = pooler.pooling_type.lower() if pooler.pooling_type else modules.kind or "last"
     normalizes = modules.normalizes if pooler.normalize is None else pooler.normalize
     tasks = ["embed", *(["score"] if head is None or len(head) == 1 else []), *(["classify"] if labels else [])]

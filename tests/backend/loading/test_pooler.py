@@ -16,6 +16,7 @@ from pooled import expected_vector, pooled, vectors_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from inflight.config import ConfigError
 from inflight.engine.pooling import PoolerFacts
 from inflight.loading.load_errors import LoadError
 from inflight.loading.pooler import load_pooler
@@ -201,6 +202,20 @@ def test_a_reranker_whose_answer_is_a_token(copy: Path) -> None:
         (copy / "modules.json").write_text(json.dumps([{"path": "1_LogitScore", "type": module}]))
     with pytest.raises(LoadError, match=r"classifier_from_token=\['no', 'maybe'\]: not tokens"):
         facts_of(str(copy), hf_overrides={"classifier_from_token": ["no", "maybe"]})
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pooler_config": {"score_template": "qwen3"}}, {"hf_overrides": {"is_original_qwen3_reranker": True}}],
+)
+def test_a_template_of_a_model_without_a_score_is_refused(plain: str, options: dict[str, Any]) -> None:
+    with pytest.raises(LoadError, match="its scores are cosines of embeddings: set classifier_from_token"):
+        facts_of(plain, **options)
+
+
+def test_a_template_that_leaves_out_a_text_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the second text must contain \{query\} and \{document\}"):
+        make_config("m", pooler_config={"score_template": ["a", "{query}", "b"]})
 
 
 def test_a_checkpoint_of_the_base_model_embeds_and_does_not_generate(tmp_path: Path) -> None:
