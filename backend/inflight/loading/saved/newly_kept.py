@@ -1,4 +1,4 @@
-"""What has been kept of a checkpoint since a spare process was prepared: then another one could do more.  No torch."""
+"""News for a spare process: weights kept of its checkpoint since it was prepared, which another one could map.  No torch."""
 
 from __future__ import annotations
 
