@@ -1,4 +1,4 @@
-"""News for a spare process: weights kept of its checkpoint since it was prepared, which another one could map.  No torch."""
+"""News for a spare process: weights of its checkpoint that were kept after it was prepared.  No torch."""
 
 from __future__ import annotations
 
