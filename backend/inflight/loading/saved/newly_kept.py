@@ -1,4 +1,4 @@
-"""News for a spare process: weights of its checkpoint that were kept after it was prepared.  No torch."""
+"""Weights of a checkpoint that were kept after its spare process was prepared.  No torch."""
 
 from __future__ import annotations
 
