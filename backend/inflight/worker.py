@@ -53,6 +53,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.load_phases import enter_phase, print_phases
+from inflight.loading.saved.newly_kept import NewlyKept
 from inflight.loading.saved.prefetch import prefetch
 from inflight.runner.cpu_threads import available_cpus
 
@@ -210,20 +211,14 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
     from inflight.runner.warm_up import warm_up
 
-    kept = False
+    newly_kept = NewlyKept(config)
 
     def prepare() -> None:
-        nonlocal kept
-        kept = warm_up(config, idle, _run_a_token)
+        warm_up(config, idle, _run_a_token)
         import inflight.engine.assembly  # noqa: F401
 
-    def is_outdated() -> bool:
-        from inflight.loading.startup import is_kept
-
-        return not kept and is_kept(config)
-
     _name("inflight-spare")
-    return serve_forks(control, prepare, is_outdated)
+    return serve_forks(control, prepare, newly_kept.any)
 
 
 def _run_a_token(config: EngineConfig) -> None:

@@ -209,7 +209,7 @@ _DECODERS: dict[str, Callable[[bytes], Any]] = {
 
 
 def decoder_of(name: str, datatype: str) -> Callable[[bytes], Any] | None:
-    """The decoder of an output's contents; None for a type that no output of the contract has."""
+    """The decoder of the contents of an output; None for a type that no output of the contract has."""
     if name == "pooled":  # up to millions of numbers
         return _array
     return _DECODERS.get(datatype)

@@ -323,7 +323,7 @@ def test_a_folder_that_is_in_use_or_something_else_is_refused(llama: str, tmp_pa
     assert "is not the work of this command: it has samples.json" in run(llama, "-o", half_done)[1]
 
 
-# What it refuses
+# Refusals
 
 
 def test_wrong_options(llama: str, tmp_path: Path) -> None:

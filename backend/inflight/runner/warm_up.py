@@ -15,7 +15,7 @@ from inflight.loading.saved.prefetch import prefetch
 __all__ = ["warm_up"]
 
 
-def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> bool:
+def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
     """Import what `make_runner` needs for this checkpoint; not transformers, if its packed weights are kept.
 
     Those are mapped and tried.  Allocates no other weights, touches no device and leaves no thread.  Ignores failures:
@@ -24,24 +24,18 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
     Args:
         idle: on idle cores only.  In a thread of its own, since a process cannot raise its priority again.
         run: runs a model that is kept, once, on the threads that its options say.
-
-    Returns:
-        Whether weights are kept.
     """
-    kept: list[bool] = []
-    thread = threading.Thread(target=lambda: kept.append(_warm_up(config, idle, run)), name="warm-up")
+    thread = threading.Thread(target=_warm_up, args=(config, idle, run), name="warm-up")
     thread.start()
     thread.join()
-    return any(kept)
 
 
-def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> bool:
+def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     prefetch(config)  # a thread inherits the class of the one that starts it
     from inflight.loading.startup import heat, is_kept
 
-    kept = False
     with contextlib.suppress(Exception):
         kept = is_kept(config)
         if heat(config):
@@ -50,10 +44,9 @@ def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obj
                 msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None)
             )
         if kept:
-            return True
+            return
     with contextlib.suppress(Exception):
         _import(config)
-    return kept
 
 
 def _import(config: EngineConfig) -> None:

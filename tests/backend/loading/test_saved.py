@@ -22,6 +22,7 @@ from inflight.loading.load_errors import CannotKeep
 from inflight.loading.saved import identity
 from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
 from inflight.loading.saved.identity import DECISIVE, checkpoint_key, program_key
+from inflight.loading.saved.newly_kept import NewlyKept
 
 # Options that change neither which weights are read nor what is made of them, nor whether that is right; a new option
 # belongs here or into DECISIVE.  Some of them keep a load from being kept at all.
@@ -338,3 +339,32 @@ def test_the_folder_is_private_and_where_the_environment_says(tmp_path: Path, mo
     folder = CacheFolder(tmp_path / "new" / "weights", 2**30)
     write(folder, "a.iw")
     assert [path.stat().st_mode & 0o777 for path in (folder.path, folder.path / "a.iw")] == [0o700, 0o600]
+
+
+def test_a_spare_process_is_outdated_by_weights_that_it_has_not_seen(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of another program are in its sight from the start, of no use, and followed by those of this one."""
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path))
+    cache = cache_folder()
+    assert cache is not None
+    config = EngineConfig.from_dict({"model": str(llama)})
+    own = checkpoint_key(config, cache)
+
+    def keep(name: str) -> None:
+        assert cache.write(f"{name}.iw", 1, lambda descriptor: os.truncate(descriptor, 1))
+
+    keep(f"{own}-old")
+    newly_kept = NewlyKept(config)
+    assert not newly_kept.any()
+    keep("another-checkpoint")
+    assert not newly_kept.any()
+    keep(f"{own}-new")
+    assert newly_kept.any()
+    assert not NewlyKept(config).any()
+    newly_kept = NewlyKept(config)
+    keep(f"{own}-new")  # once more, in the place of damaged ones
+    assert newly_kept.any()
+    newly_kept = NewlyKept(config)
+    cache.drop(f"{own}-new.iw")
+    assert not newly_kept.any()

@@ -133,7 +133,7 @@ def _digest(files: list[Path]) -> str:
 def _expect_some(source: Source, scheme: Scheme) -> None:
     """
     Raises:
-        Refused: no layer can be quantized; a server would then look for codes in vain.
+        Refused: no layer can be quantized; no server reads a checkpoint that says it has codes, and has none.
     """
     sizes = {module.in_features for module in source.layers[0].modules() if isinstance(module, torch.nn.Linear)}
     if not any(scheme.fits(size) for size in sizes):
