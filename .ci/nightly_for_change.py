@@ -26,7 +26,12 @@ ROOMS = {
     "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],
     "backend/inflight/kernels/": ["tests/backend/kernels", "tests/real_model"],
-    "backend/inflight/loading/": ["tests/backend/loading", "tests/backend/runner/test_parity.py", "tests/real_model"],
+    "backend/inflight/loading/": [
+        "tests/backend/loading",
+        "tests/backend/test_hot_spare.py",
+        "tests/backend/runner/test_parity.py",
+        "tests/real_model",
+    ],
     "backend/inflight/ops/": ["tests/backend/kernels"],
     "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated", "tests/real_model"],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],

@@ -18,6 +18,7 @@ from inflight import LLM, worker
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.drafting.draft_model import ModelGuesser
 from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.pooling import PoolerFacts
 from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process import local_engine
@@ -46,6 +47,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "long_prefill_token_threshold": {"long_prefill_token_threshold": 17},
     "async_scheduling": {"async_scheduling": False},
     "speculative_config": {"speculative_config": {"model": "hash", "num_speculative_tokens": 3}},
+    "pooler_config": {"pooler_config": {"pooling_type": "MEAN"}},
+    "hf_overrides": {"hf_overrides": {"is_matryoshka": True}},
     "block_size": {"block_size": 4},
     "gpu_memory_utilization": {"gpu_memory_utilization": 0.5},
     "kv_cache_memory": {"kv_cache_memory": "3MiB"},
@@ -72,6 +75,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "generation_config": {"generation_config": "vllm"},
     "max_logprobs": {"max_logprobs": 5},
     "max_n": {"max_n": 5},
+    "max_pooled_inputs": {"max_pooled_inputs": 5},
     "max_stop_strings": {"max_stop_strings": 5},
     "max_bad_words": {"max_bad_words": 5},
     "max_stop_token_ids": {"max_stop_token_ids": 5},
@@ -116,6 +120,7 @@ def make_hash_runner(config: EngineConfig) -> PagedHashRunner:
 
 
 class CheckpointInfo(Info):
+    pooler = PoolerFacts()
     dtype, device, attention_backend, load_seconds = "float32", "cpu", "none", 0.0
 
 

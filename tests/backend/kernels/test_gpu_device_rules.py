@@ -67,7 +67,7 @@ def test_logits_equal_those_of_the_host_s_counts(monkeypatch, seed: int, kernel:
         logits = torch.randn(rows.size.logits, VOCAB, generator=torch.Generator().manual_seed(seed))
         expected = sampler.edit_logits(logits, host_table.select(*where, state.token_ids))
         # The device has the tokens when the edit is applied, not when it is prepared.
-        history = torch.full((5, 30), 10**6, dtype=torch.int32, device=device)
+        history = torch.full((5, state.token_ids.shape[1]), 10**6, dtype=torch.int32, device=device)
         metadata = device_table.select(*where, history=history)
         history[:4] = torch.from_numpy(state.token_ids)
         assert torch.equal(sampler.edit_logits(logits.to(device), metadata).cpu(), expected)
@@ -98,7 +98,7 @@ def test_bad_words_equal_those_that_the_host_matches(monkeypatch, seed: int, ker
         where = rows.slot_of_logits, rows.position_of_logits + 1
         logits = torch.randn(rows.size.logits, vocab, generator=torch.Generator().manual_seed(seed))
         expected = sampler.edit_logits(logits, host_table.select(*where, state.token_ids))
-        history = torch.full((5, 30), 10**6, dtype=torch.int32, device=device)
+        history = torch.full((5, state.token_ids.shape[1]), 10**6, dtype=torch.int32, device=device)
         metadata = device_table.select(*where, history=history)
         if rng.random() < 0.2:
             metadata = device_table.select(*where, history=history)
