@@ -186,7 +186,7 @@ def pairs_of(text_1: Texts, text_2: Texts) -> list[tuple[str, str]]:
 
 
 def documents_of(documents: Texts, top_n: int | None) -> list[str]:
-    """The documents to rank; raises ValueError if `top_n` is less than 1."""
+    """The documents of a ranking as a list; raises ValueError if `top_n` is less than 1."""
     if top_n is not None and top_n < 1:
         raise ValueError(f"top_n={top_n}: must be at least 1, or None for all")
     return [documents] if isinstance(documents, str) else list(documents)

@@ -51,7 +51,7 @@ def read_prompt(prompt: Any, tokenizer: Tokenizer) -> tuple[str | None, list[int
 
 
 def text_or_ids(prompt: Any) -> tuple[str | None, list[int] | None]:
-    """The prompt's text and its token ids, of which it has one or both; raises ValueError if it is no prompt."""
+    """The prompt's text and its token ids, one of them None if it has none; raises ValueError if it is no prompt."""
     prompt = listed(prompt)
     if isinstance(prompt, str):
         return prompt, None
