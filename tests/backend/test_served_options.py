@@ -18,8 +18,8 @@ from inflight import LLM, worker
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.drafting.draft_model import ModelGuesser
 from inflight.engine.heartbeat import Heartbeat
-from inflight.engine.pooling import PoolerFacts
 from inflight.engine.heartbeat_listener import HeartbeatListener
+from inflight.engine.pooling import PoolerFacts
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process import local_engine
 from inflight.runner import pipeline
