@@ -177,6 +177,7 @@ def _integers(format: str, bits: int, strategy: str, symmetric: bool) -> dict[st
 
 GROUP = 16
 _ORDER = np.random.default_rng(5)
+_FIRST = _ORDER.bit_generator.state
 _GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False, "sym": True, "lm_head": False}
 _AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": GROUP, "sym": True, "data_type": "int"}
 
@@ -253,6 +254,7 @@ def write(
         also: further weights to quantize, such as "lm_head.weight".
         except_for: parts of names of layers that stay as they are.
     """
+    _ORDER.bit_generator.state = _FIRST  # the same weights whatever was written before
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
     actual: dict[str, torch.Tensor] = {}
