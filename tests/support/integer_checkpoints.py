@@ -254,7 +254,7 @@ def write(
         also: further weights to quantize, such as "lm_head.weight".
         except_for: parts of names of layers that stay as they are.
     """
-    _ORDER.bit_generator.state = _FIRST  # the same weights whatever was written before
+    _ORDER.bit_generator.state = _FIRST  # the same weights in any order of tests
     file = Path(path) / "model.safetensors"
     tensors = load_file(file)
     actual: dict[str, torch.Tensor] = {}
