@@ -165,7 +165,7 @@ class OllamaLines:
             "prompt_eval_count": self._prompt_tokens,
             "prompt_eval_duration": _nanoseconds(first),
             "eval_count": self._tokens,
-            "eval_duration": _nanoseconds(self._last - first),
+            "eval_duration": max(1, _nanoseconds(self._last - first)),  # clients divide by it
         }
 
     @staticmethod
