@@ -24,16 +24,19 @@ pipe = genai.ContinuousBatchingPipeline(
 )
 rng = np.random.default_rng(1)
 number = itertools.count()
+handles = []  # a request whose handle is gone is cancelled
 
 
 def add(prompt: int, output: int) -> None:
     config = genai.GenerationConfig(max_new_tokens=output, ignore_eos=True, do_sample=False)
-    pipe.add_request(next(number), ov.Tensor(rng.integers(300, task["vocab_size"], (1, prompt))), config)
+    tokens = ov.Tensor(rng.integers(300, task["vocab_size"], (1, prompt)))
+    handles.append(pipe.add_request(next(number), tokens, config))
 
 
 def drain() -> None:
     while pipe.has_non_finished_requests():
         pipe.step()
+    handles.clear()
 
 
 add(16, 4)
