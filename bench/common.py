@@ -188,6 +188,11 @@ def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> Run:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
+def peer_environment() -> dict[str, str]:
+    """The environment for another engine: without the waiting policy that Inflight sets for its own threads."""
+    return {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+
+
 def rate_of(run: Run) -> str:
     """The usual line about a run."""
     return f"{run['tokens_per_second']:8.1f} tokens/s"

@@ -110,6 +110,7 @@ def run(name: str, python: str, task: dict[str, Any], limit: float) -> dict[str,
             process = subprocess.Popen(
                 [python, str(PEERS / ENGINES[name].script), str(job)],
                 cwd=folder,
+                env=common.peer_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

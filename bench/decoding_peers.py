@@ -75,8 +75,23 @@ def _llama_cpp(file: Path, arguments: dict[str, Any]) -> common.Run:
 def _batched_bench(file: Path, arguments: dict[str, Any], options: list[str]) -> list[dict[str, Any]]:
     tool = Path(arguments["llama_cpp"]) / "llama-batched-bench"
     threads = ["-t", str(arguments["threads"]), "-tb", str(arguments["threads"])]
-    command = [tool, "-m", file, "-c", "4096", "-b", "2048", "-ub", "512", *threads, "--output-format", "jsonl"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=True)
+    command = [
+        str(tool),
+        "-m",
+        str(file),
+        "-c",
+        "4096",
+        "-b",
+        "2048",
+        "-ub",
+        "512",
+        *threads,
+        "--output-format",
+        "jsonl",
+    ]
+    done = subprocess.run(
+        [*command, *options], env=common.peer_environment(), capture_output=True, text=True, check=True
+    )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -87,7 +102,9 @@ def _openvino(folder: Path, arguments: dict[str, Any]) -> common.Run:
         names = ("streams", "steps", "warm_up_steps", "prompt", "threads")
         task = {name: arguments[name] for name in names} | {"checkpoint": str(folder), "vocab_size": vocab}
         job.write_text(json.dumps({**task, "result": str(result)}))
-        subprocess.run([arguments["openvino"], _SCRIPTS / "decode_openvino.py", job], check=True)
+        subprocess.run(
+            [arguments["openvino"], _SCRIPTS / "decode_openvino.py", job], env=common.peer_environment(), check=True
+        )
         figures: common.Run = json.loads(result.read_text())["figures"]
         return figures
 
