@@ -22,7 +22,8 @@ from typing import Any
 
 import common
 
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.deltas import RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput

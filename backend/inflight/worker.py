@@ -32,6 +32,7 @@ import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
@@ -45,7 +46,6 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
-    RequestFailed,
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times

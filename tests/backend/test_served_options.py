@@ -19,7 +19,7 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.drafting.draft_model import ModelGuesser
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
-from inflight.engine.pooling import PoolerFacts
+from inflight.engine.pooler_facts import PoolerFacts
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process import local_engine
 from inflight.runner import pipeline

@@ -15,6 +15,7 @@ from processes_of import pipes_and_sockets
 from worker_rig import COMMAND, ENV, Worker
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.integrity import check_core
@@ -27,7 +28,6 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     Question,
-    RequestFailed,
     Shutdown,
     StepMessage,
     decode_to_frontend,

@@ -20,11 +20,12 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine import assembly
-from inflight.engine.attached import RequestChoice
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import TokenColumns
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, TokenColumns
+from inflight.engine.messages import AddRequest
+from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import make_trace

@@ -43,6 +43,7 @@ from pathlib import Path
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import (
@@ -52,11 +53,8 @@ from inflight.engine.messages import (
     Ask,
     EngineFailed,
     EngineReady,
-    RequestFailed,
-    SequenceDelta,
     Shutdown,
     StepMessage,
-    StepStats,
     decode_to_engine,
     encode,
 )

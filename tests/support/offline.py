@@ -8,8 +8,9 @@ from inflight.config import EngineConfig
 from inflight.device.device_queue import DeviceQueue
 from inflight.engine import assembly
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.device_runner import DeviceRunner
 from inflight.runner.pipeline import make_runner

@@ -11,8 +11,9 @@ from torch.nn.functional import normalize
 
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.frontend.request.pooled_request import void_params
 

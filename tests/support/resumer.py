@@ -12,9 +12,10 @@ import numpy as np
 from frontend_rig import RecordingClient, RecordingStats
 
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import SequenceDelta, StepStats
 from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import AddRequest, SequenceDelta, StepMessage, StepStats
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.request.contract import WireRequest
 from inflight.frontend.request.parser import RequestParser

@@ -10,8 +10,9 @@ from slots import SeenStep, SlotOwners
 
 from inflight.config import EngineConfig
 from inflight.engine.assembly import make_core
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput

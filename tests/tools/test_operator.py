@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from inflight.engine.messages import StepStats
+from inflight.engine.deltas import StepStats
 from inflight_client.errors import ServerError, ServerUnreachableError
 from inflight_tools import cli, operator
 from inflight_tools.operator import status_table

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 import msgspec
 
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.pooling import Pooling
 
-__all__ = ["Attached", "RequestChoice", "attach_choices"]
+__all__ = ["Attached"]
 
 
 class Attached(msgspec.Struct, array_like=True, frozen=True):
@@ -20,28 +18,10 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
             checkpoint has none.
         traced: the frontend makes spans of the request (`request_times.py`).
         pooling: the request is for a vector, not for text.
+        adapter: its rows are computed with this LoRA adapter; None: with the checkpoint alone.
     """
 
     rope_length: int = 0
     traced: bool = False
     pooling: Pooling | None = None
-
-
-class RequestChoice(Protocol):
-    """A choice that a checkpoint makes for each request on arrival; a step hook reads it in `Attached`."""
-
-    def attach(self, attached: Attached, num_prompt_tokens: int, max_tokens: int) -> Attached:
-        """`attached` with the choice for a request of these lengths."""
-
-    def salt(self, attached: Attached) -> str:
-        """Equal for two requests if equal tokens have the same KV in both; other requests never share a prefix."""
-
-
-def attach_choices(
-    choices: Sequence[RequestChoice], num_prompt_tokens: int, max_tokens: int, attached: Attached | None = None
-) -> Attached:
-    """`attached` with all choices for a request of these lengths."""
-    attached = attached or Attached()
-    for choice in choices:
-        attached = choice.attach(attached, num_prompt_tokens, max_tokens)
-    return attached
+    adapter: AdapterRef | None = None

@@ -8,9 +8,10 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.drafting.draft_model import DraftRunner
 from inflight.engine.events import DoneStep, EngineListener
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.base import ArrivalPolicy
 from inflight.engine.queue_limits import QueueLimits
 from inflight.engine.request import Request, Status

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import SequenceDelta
 from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput
 

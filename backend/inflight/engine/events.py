@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.engine.messages import SequenceDelta, StepStats, TokenColumns
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput, StepOutput
 

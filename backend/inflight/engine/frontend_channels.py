@@ -22,17 +22,14 @@ from typing import Protocol, Union
 
 import msgspec
 
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.messages import (
     REQUESTS_PER_FRONTEND,
     EngineReady,
-    RequestFailed,
-    SequenceDelta,
     Shutdown,
     StepMessage,
-    StepStats,
     ToEngine,
     ToFrontend,
-    TokenColumns,
     decode_to_engine,
     encode,
 )

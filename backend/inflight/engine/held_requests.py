@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from inflight.engine.messages import RequestFailed
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.policies.base import NotYet, RequestQueue
 from inflight.engine.request import Request
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.events import EngineListener
-from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request
 

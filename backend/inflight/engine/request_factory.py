@@ -7,11 +7,12 @@ from typing import Protocol
 
 import msgspec
 
-from inflight.engine.attached import RequestChoice, attach_choices
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request, Status
+from inflight.engine.request_choice import RequestChoice, attach_choices
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
 from inflight.grammars.base import Grammars
 

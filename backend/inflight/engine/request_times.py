@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import SequenceTimes
 from inflight.engine.events import DoneStep, EngineListener
-from inflight.engine.messages import SequenceTimes
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 

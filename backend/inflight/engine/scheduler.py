@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from inflight.engine.delta_logprobs import add_results
+from inflight.engine.deltas import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.drafting.drafter import Drafter
 from inflight.engine.events import EngineListener, receivers
 from inflight.engine.held_requests import HeldRequests
 from inflight.engine.host_swap import SwapSpace
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import RequestFailed, SequenceDelta, TokenColumns
 from inflight.engine.policies.base import BudgetPolicy, NotYet, Policies, UrgencyPolicy
 from inflight.engine.request import FinishReason, Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.engine.messages import StepStats
+from inflight.engine.deltas import StepStats
 from inflight.engine.queue_limits import QueueLimits
 from inflight.engine.scheduler import Scheduler
 from inflight.engine.step import SchedulerOutput

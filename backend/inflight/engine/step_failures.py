@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.spec import BEYOND_LIMITS

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from inflight.engine.messages import RequestFailed
+from inflight.engine.deltas import RequestFailed
 
 __all__ = ["ErrorCode", "RequestError", "error_of", "refusal_of", "shown", "with_hint"]
 

@@ -18,8 +18,9 @@ from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.frontend.chat.chat_template import ChatTemplate

@@ -9,7 +9,7 @@ from typing import Any, Union
 
 import numpy as np
 
-from inflight.engine.messages import RequestFailed, SequenceDelta
+from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.pooled_prompts import Asked, PooledPlan, PooledPrompts
 from inflight.in_process.pooling_outputs import (

@@ -16,8 +16,8 @@ from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter
 from inflight.device.step_hook import StepHook
-from inflight.engine.attached import RequestChoice
-from inflight.engine.pooling import PoolerFacts
+from inflight.engine.pooler_facts import PoolerFacts
+from inflight.engine.request_choice import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case

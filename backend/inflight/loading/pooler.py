@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import linear, normalize
 
 from inflight.config import EngineConfig
-from inflight.engine.pooling import PoolerFacts, Pooling
+from inflight.engine.pooler_facts import PoolerFacts
+from inflight.engine.pooling import Pooling
 from inflight.hub import checkpoint_file
 from inflight.loading.checkpoint.headless import is_classifier, is_headless, json_of, tensors_of, text_of
 from inflight.loading.load_errors import LoadError

@@ -19,8 +19,9 @@ from integer_checkpoints import write
 from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.load_errors import LoadError
 from inflight.runner.device_runner import DeviceRunner

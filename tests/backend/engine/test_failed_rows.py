@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import RequestFailed, StepMessage
+from inflight.engine.messages import StepMessage
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import StepTrace
 

@@ -20,6 +20,7 @@ from supervisor_rig import wait_for
 from inflight import worker
 from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.frontend_channels import (
     Frontend,
     Frontends,
@@ -40,12 +41,8 @@ from inflight.engine.messages import (
     Ask,
     DumpTrace,
     EngineReady,
-    RequestFailed,
-    SequenceDelta,
     Shutdown,
     StepMessage,
-    StepStats,
-    TokenColumns,
     decode_to_frontend,
     encode,
 )

@@ -6,8 +6,9 @@ import pytest
 from engine_rig import Info, add, make_core
 
 from inflight.engine import delta_logprobs as logprobs
+from inflight.engine.deltas import SequenceDelta, StepStats
 from inflight.engine.logprobs import Logprobs, TokenLogprobs
-from inflight.engine.messages import SequenceDelta, StepMessage, StepStats, decode_to_frontend, encode
+from inflight.engine.messages import StepMessage, decode_to_frontend, encode
 from inflight.engine.step import StepOutput
 
 

@@ -8,8 +8,9 @@ import pytest
 from engine_rig import Info, make_core
 from virtual_clock import Clocked
 
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars.spec import GrammarSpec
 

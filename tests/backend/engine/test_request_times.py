@@ -11,7 +11,8 @@ from engine_rig import Info, add, make_core
 from inflight.config import EngineConfig
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import SequenceDelta, decode_to_frontend, encode
+from inflight.engine.deltas import SequenceDelta
+from inflight.engine.messages import decode_to_frontend, encode
 from inflight.engine.request_times import RequestTimes, make_request_times
 
 TRACED = {"attached": Attached(traced=True)}

@@ -8,17 +8,10 @@ import pytest
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
 from slots import SlotOwners
 
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
 from inflight.engine.integrity import check_core, check_scheduler
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import (
-    AddRequest,
-    SequenceDelta,
-    StepMessage,
-    StepStats,
-    TokenColumns,
-    decode_to_frontend,
-    encode,
-)
+from inflight.engine.messages import AddRequest, StepMessage, decode_to_frontend, encode
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import StepOutput
 

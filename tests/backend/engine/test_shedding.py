@@ -10,8 +10,9 @@ from engine_rig import Info, make_core, repeating_model
 
 from inflight.engine import assembly
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.policies.load_shedding import _Pace
 from inflight.engine.sampling_params import SamplingParams
 

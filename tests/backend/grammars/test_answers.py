@@ -15,8 +15,9 @@ from offline import make_core, make_device_core, tokens
 from tokenizers import Tokenizer
 
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.grammars import guidance
 from inflight.grammars.spec import GrammarSpec

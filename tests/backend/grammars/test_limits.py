@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from inflight.engine.messages import RequestFailed
+from inflight.engine.deltas import RequestFailed
 from inflight.grammars import guidance
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.lark_size import check_lark

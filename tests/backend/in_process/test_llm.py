@@ -15,9 +15,10 @@ from nightly import nightly_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.integrity import check_core
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.messages import StepMessage
 from inflight.frontend.errors import RequestError
 from inflight.loading.saved import weights_file
 from inflight.loading.startup import wait_until_kept

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from inflight.config import ConfigError
-from inflight.engine.pooling import PoolerFacts
+from inflight.engine.pooler_facts import PoolerFacts
 from inflight.loading.load_errors import LoadError
 from inflight.loading.pooler import load_pooler
 

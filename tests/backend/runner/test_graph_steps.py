@@ -20,7 +20,8 @@ from nightly import nightly_but
 from offline import make_core, run, tokens
 
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest, RequestFailed
+from inflight.engine.deltas import RequestFailed
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.sampling import UNUSABLE_LOGITS
 

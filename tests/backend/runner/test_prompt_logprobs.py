@@ -13,7 +13,8 @@ from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
 from offline import make_core, make_device_core, run, tokens
 from torch import Tensor, nn
 
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.deltas import SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.runner.forward_pass import ForwardPass
 

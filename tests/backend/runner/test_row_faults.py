@@ -15,8 +15,9 @@ from offline import make_core, make_device_core
 from sampling_tables import new_table
 
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.grammars.base import NO_SEQUENCE, SequenceId

@@ -13,8 +13,9 @@ from offline import make_core, tokens
 from safetensors.torch import load_file, save_file
 
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.integrity import check_core
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.load_errors import LoadError
 from inflight.loading.recognise import attention_probe as probe

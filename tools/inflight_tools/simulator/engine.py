@@ -11,10 +11,10 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine.assembly import make_parts
-from inflight.engine.attached import RequestChoice
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
+from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars

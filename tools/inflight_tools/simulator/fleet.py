@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from inflight.engine.messages import StepStats
+from inflight.engine.deltas import StepStats
 from inflight_tools.simulator.engine import SimulatedEngine
 
 __all__ = ["Fleet", "Gauges", "Replica", "State"]

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from inflight.engine.attached import RequestChoice, attach_choices
 from inflight.engine.drafting.drafter import Guess
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
+from inflight.engine.request_choice import RequestChoice, attach_choices
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
 

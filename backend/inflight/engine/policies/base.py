@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.drafting.drafter import DraftCounts, Drafter
 from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import RequestFailed
 from inflight.engine.request import Request
 
 __all__ = [

@@ -25,9 +25,9 @@ from typing import Protocol
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.messages import RequestFailed
 from inflight.engine.policies.base import OrderPolicy
 from inflight.engine.policies.deadline_admission import AdmissionRecord
 from inflight.engine.policies.tenant_accounts import TenantAccounts

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from inflight.engine.messages import SequenceDelta
+from inflight.engine.deltas import SequenceDelta
 
 __all__ = ["RiskWait"]
 

@@ -17,15 +17,8 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import (
-    AddRequest,
-    Answer,
-    EngineReady,
-    GetStats,
-    Question,
-    RequestFailed,
-    StepMessage,
-)
+from inflight.engine.deltas import RequestFailed
+from inflight.engine.messages import AddRequest, Answer, EngineReady, GetStats, Question, StepMessage
 from inflight.frontend.engine_client.engine_handle import EngineHandle
 from inflight.frontend.engine_client.engine_launcher import EngineLauncher
 from inflight.frontend.engine_client.engine_process import EngineStartError, engine_command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from inflight.engine.messages import StepStats
+from inflight.engine.deltas import StepStats
 
 __all__ = ["Watchdog"]
 

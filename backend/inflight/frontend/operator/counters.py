@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Container
 
-from inflight.engine.messages import EngineReady, StepMessage, StepStats
+from inflight.engine.deltas import StepStats
+from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.output.output_processor import StatsSink
 from inflight.frontend.output.request_state import RequestState
 

@@ -22,7 +22,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any
 
-from inflight.engine.messages import EngineReady, StepMessage, StepStats
+from inflight.engine.deltas import StepStats
+from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.operator.histograms import CountedHistogram, TokenGaps
 from inflight.frontend.operator.metric_specs import (
     COUNTED,

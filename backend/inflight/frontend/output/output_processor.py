@@ -24,14 +24,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from inflight.engine.messages import (
-    REQUESTS_PER_FRONTEND,
-    AddRequest,
-    EngineReady,
-    Question,
-    RequestFailed,
-    StepMessage,
-)
+from inflight.engine.deltas import RequestFailed
+from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, Question, StepMessage
 from inflight.frontend.engine_client.replay import Replay, Resubmitter
 from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.output.backpressure import Backpressure

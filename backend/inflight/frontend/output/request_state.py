@@ -10,7 +10,8 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from inflight.engine.messages import AddRequest, SequenceDelta, SequenceTimes
+from inflight.engine.deltas import SequenceDelta, SequenceTimes
+from inflight.engine.messages import AddRequest
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import (
     SequenceOutput,

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import SequenceDelta
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.request.resume import SequenceEnd
 from inflight.frontend.text.detokenizer import IncrementalDetokenizer

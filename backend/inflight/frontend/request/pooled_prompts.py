@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from inflight.config import EngineConfig
-from inflight.engine.pooling import PoolerFacts, Pooling
+from inflight.engine.pooler_facts import PoolerFacts
+from inflight.engine.pooling import Pooling
 from inflight.frontend.errors import RequestError, shown
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError
-from inflight.engine.attached import attach_choices
+from inflight.engine.request_choice import attach_choices
 from inflight.engine.rope_scaling import RopeChoice
 from inflight.engine.step import SchedulerOutput
 

@@ -15,7 +15,8 @@ from fake_engine import echo
 from frontend_rig import RecordingClient
 from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
-from inflight.engine.messages import AbortRequest, AddRequest, Ask, SequenceDelta, decode_to_engine
+from inflight.engine.deltas import SequenceDelta
+from inflight.engine.messages import AbortRequest, AddRequest, Ask, decode_to_engine
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.engine_client.risk_wait import RiskWait
 from inflight.frontend.engine_client.send_buffer import SendBuffer

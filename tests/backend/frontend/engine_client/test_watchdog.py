@@ -11,8 +11,8 @@ import pytest
 from fake_engine import echo
 from supervisor_rig import PROMPT, SupervisorRig, tokens, wait_for
 
+from inflight.engine.deltas import StepStats
 from inflight.engine.heartbeat import Heartbeat
-from inflight.engine.messages import StepStats
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.frontend.engine_client.watchdog import Watchdog

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request
 
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.errors import RequestError, error_of, with_hint
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.control import Control

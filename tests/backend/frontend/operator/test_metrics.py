@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.operator import metrics as module
 from inflight.frontend.operator.histograms import CountedHistogram, TokenGaps
 from inflight.frontend.operator.metric_specs import COUNTED, ENDINGS, HISTOGRAM, METRICS, MetricSpec, buckets_1_2_5

@@ -16,7 +16,8 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.messages import EngineReady, SequenceDelta, SequenceTimes, StepMessage, StepStats
+from inflight.engine.deltas import SequenceDelta, SequenceTimes, StepStats
+from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.operator import request_spans
 from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.output_processor import OutputProcessor

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from frontend_rig import RecordingStats
 
-from inflight.engine.messages import EngineReady, SequenceDelta, StepMessage, StepStats, TokenColumns
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
+from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.errors import RequestError
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.operator.counters import Counters

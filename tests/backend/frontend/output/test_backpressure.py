@@ -22,7 +22,8 @@ from resumer import CoreEngine
 from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 
 from inflight.engine.core import EngineCore
-from inflight.engine.messages import AddRequest, SequenceDelta
+from inflight.engine.deltas import SequenceDelta
+from inflight.engine.messages import AddRequest
 from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.grammars.spec import GrammarSpec

@@ -13,8 +13,9 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import Pacing

@@ -13,7 +13,8 @@ import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
 
 from inflight.engine.attached import Attached
-from inflight.engine.messages import AddRequest, RequestFailed, SequenceDelta, StepMessage, StepStats
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.pooling import Pooling
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.output_processor import OutputProcessor

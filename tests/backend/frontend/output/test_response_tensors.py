@@ -10,8 +10,8 @@ from frontend_rig import demo_tokenizer, make_request
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.deltas import SequenceDelta
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import SequenceDelta
 from inflight.frontend.output import response_tensors as outputs
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
 

@@ -10,7 +10,8 @@ import pytest
 from frontend_rig import demo_tokenizer
 
 from inflight.config import EngineConfig
-from inflight.engine.pooling import PoolerFacts, Pooling
+from inflight.engine.pooler_facts import PoolerFacts
+from inflight.engine.pooling import Pooling
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.contract import WireRequest
