@@ -1,4 +1,4 @@
-"""What the engine gives for its requests: deltas of sequences, failures, and its state after a step.  No torch."""
+"""Deltas of sequences, failed requests, and the state of the engine: the results of a step.  No torch."""
 
 from __future__ import annotations
 
