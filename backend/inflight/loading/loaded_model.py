@@ -21,6 +21,7 @@ from inflight.engine.request_choice import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case
+from inflight.loading.forward.forward_pass import ForwardPass
 from inflight.loading.load_errors import LoadError
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
@@ -108,6 +109,7 @@ class LoadedModel:
     Attributes:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
+        forward: the same, for runners.
         host_cache: host memory for swapped requests, if any.
         hooks: are called before the forward pass of each step.
         checked: sequences for which `model` computes the right logits, if all of the check at load has been made.
@@ -122,6 +124,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     start: float
+    forward: ForwardPass = field(init=False)
     host_cache: HostCache | None = None
     hooks: list[StepHook] = field(default_factory=list)
     checked: Sequence[Case] = ()

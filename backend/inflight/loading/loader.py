@@ -36,6 +36,7 @@ from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
+from inflight.loading.forward.forward_pass import ModulePass
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.forward.switched_kernels import attach_kernels
@@ -114,12 +115,14 @@ def load(config: EngineConfig) -> LoadedModel:
     all_cases, found_cases = found_cases, that_fit(found_cases, num_blocks, config.block_size)
     enter_phase("computing reference logits")
     check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
-    loaded.model = _checked_forward(model, config, check, device, length)
+    loaded.model = loaded.forward = _checked_forward(model, config, check, device, length)
     if config.check_on_load and found_cases == all_cases:
         loaded.checked = found_cases
     if loaded.model is model and not found.keeps_logits:
         _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
         loaded.model = KeepsLogits(model)
+    if loaded.forward is model:
+        loaded.forward = ModulePass(loaded.model)
     if meter is not None:
         recheck = partial(_recheck, check, loaded)
         loaded.sizing = Sizing(meter, used_before, _weight_bytes(model), num_blocks, check, recheck)
@@ -195,7 +198,7 @@ def _reference(model: nn.Module, model_type: str, found: list[Case], device: tor
 def _checked_forward(
     model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
 ) -> Any:
-    """The fastest forward pass that agrees with transformers' attention."""
+    """The fastest forward pass that agrees with transformers' attention: `model`, or what implements `ForwardPass`."""
     forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:
