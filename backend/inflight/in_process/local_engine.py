@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
-from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
@@ -345,8 +344,8 @@ class LocalEngine:
 
     def _add_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector] | RequestFailed:
         opened: list[OpenVector] = []
-        for prompt in plan.prompts:
-            message = AddRequest(next(self._ids), prompt, void_params(), attached=Attached(pooling=plan.pooling))
+        for i, prompt in enumerate(plan.prompts):
+            message = AddRequest(next(self._ids), prompt, void_params(), attached=plan.attached(i))
             refused = self.core.add_request(message)
             if refused is not None:
                 self._end(opened)
