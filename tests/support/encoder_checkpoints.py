@@ -28,7 +28,7 @@ ENCODER_POSITIONS = 66
 _COMMON: dict[str, Any] = dict(
     vocab_size=ENCODER_VOCAB,
     hidden_size=32,
-    intermediate_size=48,
+    intermediate_size=64,
     num_hidden_layers=2,
     num_attention_heads=4,
     max_position_embeddings=ENCODER_POSITIONS,
@@ -43,7 +43,7 @@ _ROBERTA: dict[str, Any] = dict(pad_token_id=1, type_vocab_size=1)
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": {},
     "camembert": _ROBERTA,
-    "distilbert": dict(dim=32, hidden_dim=48, n_layers=2, n_heads=4),
+    "distilbert": dict(dim=32, hidden_dim=64, n_layers=2, n_heads=4),
     "electra": dict(embedding_size=16),
     "eurobert": dict(num_key_value_heads=2),
     "gte": {},
