@@ -50,9 +50,11 @@ class WholeRowAttention:
     ) -> Tensor:
         out = query.new_empty(query.shape[0], spec.num_heads, spec.value_head_size)
         for start, end in rows_of(batch):
-            row = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, cache.key, cache.value))
+            q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, cache.key, cache.value))
             found = F.scaled_dot_product_attention(
-                *row,
+                q,
+                k,
+                v,
                 attn_mask=_window(end - start, spec.sliding_window, query.device),
                 scale=spec.scaling,
                 enable_gqa=spec.num_heads > spec.num_kv_heads,

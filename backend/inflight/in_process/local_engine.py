@@ -187,14 +187,14 @@ class LocalEngine:
             raise ValueError(added.message)
         return added
 
-    def submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector]:
-        """Queue the prompts of a plan: all, or none.
+    def submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[OpenVector]:
+        """Queue the prompts of all plans, or none.
 
         Raises:
             ValueError: one cannot be served.
             RuntimeError: see `_in_turn`.
         """
-        added = self._in_turn(lambda: self._add_pooled(plan, advanced))
+        added = self._in_turn(lambda: self._add_pooled(plans, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
@@ -342,10 +342,13 @@ class LocalEngine:
             requests.append(opened)
         return requests
 
-    def _add_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector] | RequestFailed:
+    def _add_pooled(
+        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]
+    ) -> list[OpenVector] | RequestFailed:
         opened: list[OpenVector] = []
-        for i, prompt in enumerate(plan.prompts):
-            message = AddRequest(next(self._ids), prompt, void_params(), attached=plan.attached(i))
+        asked = [(prompt, plan.attached(i)) for plan in plans for i, prompt in enumerate(plan.prompts)]
+        for prompt, attached in asked:
+            message = AddRequest(next(self._ids), prompt, void_params(), attached=attached)
             refused = self.core.add_request(message)
             if refused is not None:
                 self._end(opened)

@@ -149,7 +149,7 @@ class _BiasedAttention(nn.Module):
         query, key, value = (part(hidden_states[0]).view(shape) for part in (module.q, module.k, module.v))
         out = torch.empty_like(query)
         for start, end in rows_of(current_batch()):
-            row = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
+            q, k, v = (tensor[start:end].transpose(0, 1)[None] for tensor in (query, key, value))
             bias = position_bias[end - start]
-            out[start:end] = F.scaled_dot_product_attention(*row, attn_mask=bias)[0].transpose(0, 1)
+            out[start:end] = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)[0].transpose(0, 1)
         return (module.o(out.flatten(1))[None],)

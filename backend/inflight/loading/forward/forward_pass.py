@@ -68,7 +68,7 @@ class ModulePass:
     """
 
     max_rows = _MIN_ROWS
-    head = None
+    head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Any) -> None:
         self._model = model
