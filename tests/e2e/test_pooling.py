@@ -1,4 +1,4 @@
-"""Vectors through a real tritonserver, from the model that also chats."""
+"""Vectors through a real tritonserver, from the model that also chats, and from encoders."""
 
 from __future__ import annotations
 
@@ -6,16 +6,25 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
+import typer
 from checkpoints import VOCAB, make_checkpoint
+from encoder_checkpoints import alone, logits_alone, make_encoder, mini_lm_layout, word_pieces
 from model_entries import loaded
 from processes_of import engine_process
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
 from wire import GrpcStream, gauges, post
 
+from inflight_client.vectors_cli import rerank
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +111,97 @@ def test_an_engine_that_dies_starts_anew_with_them(serving: TritonServer, refere
     counted = {name: after[name] - before[name] for name in after}
     assert counted["inflight_pooled_total"] == 2
     assert counted["vllm:prompt_tokens_total"] == 205 and counted["vllm:generation_tokens_total"] == 0
+
+
+QUERY, DOCUMENTS = "How large is a cat?", ["A cat weighs 4 kg.", "It rains.", "no"]
+
+
+@pytest.fixture(scope="module")
+def encoders(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server with an encoder in all-MiniLM's layout, and with a cross-encoder: their folders by name."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("mini_lm", "cross")}
+    make_encoder("bert", folders["mini_lm"])
+    make_encoder("bert", folders["cross"], labels=["match"])
+    mini_lm_layout(folders["mini_lm"])
+    paths = {name: str(folder) for name, folder in folders.items()}
+    for path in paths.values():
+        word_pieces(path)
+    with loaded(triton, **{name: {"model": path, "max_num_seqs": 8} for name, path in paths.items()}):
+        yield paths
+
+
+@pytest.fixture(scope="module")
+def expected(encoders: dict[str, str]) -> dict[str, Any]:
+    """What transformers computes: the embeddings of QUERY and DOCUMENTS, and the logits of their pairs."""
+    options = {"attn_implementation": "eager", "dtype": torch.float32}
+    embeds = AutoModel.from_pretrained(encoders["mini_lm"], **options).eval()
+    scores = AutoModelForSequenceClassification.from_pretrained(encoders["cross"], **options).eval()
+    tokenizer = AutoTokenizer.from_pretrained(encoders["cross"])
+    pairs = [tokenizer(QUERY, document) for document in DOCUMENTS]
+    return {
+        "vectors": np.stack([alone(embeds, tokenizer(text)["input_ids"]) for text in (QUERY, *DOCUMENTS)]),
+        "logits": np.array(
+            [logits_alone(scores, found["input_ids"], found["token_type_ids"].index(1))[0] for found in pairs]
+        ),
+    }
+
+
+def test_encoders_through_triton(triton: TritonServer, encoders: dict[str, str], expected: dict[str, Any]) -> None:
+    with GrpcStream(triton.grpc_address, "mini_lm") as stream:
+        stream.send("vectors", pooling={"task": "embed", "inputs": [QUERY, *DOCUMENTS]})
+        stream.send("vllm's", embedding_request={"input": QUERY})
+        stream.wait("vectors", "vllm's")
+        stream.send("text", text_input="hello")
+        stream.wait("text")
+        (found,) = stream.answers["vectors"].chunks
+        np.testing.assert_allclose(found["pooled"], expected["vectors"], rtol=1e-5, atol=1e-6)
+        (as_text,) = stream.answers["vllm's"].chunks
+        np.testing.assert_allclose(json.loads(as_text["text_output"][0]), expected["vectors"][0], rtol=1e-5, atol=1e-6)
+        assert "no language model head, so it generates no text" in str(stream.answers["text"].error)
+    sigmoids = 1 / (1 + np.exp(-expected["logits"]))
+    with GrpcStream(triton.grpc_address, "cross") as stream:
+        pairs = [[QUERY, document] for document in DOCUMENTS]
+        process = engine_process(triton, "cross")
+        process.suspend()
+        stream.send("replayed", pooling={"task": "score", "inputs": pairs})
+        process.kill()
+        stream.send("labels", pooling={"task": "classify", "inputs": ["a"]})
+        stream.wait("replayed", "labels")
+    (found,) = stream.answers["replayed"].chunks
+    np.testing.assert_allclose(found["pooled"][:, 0], sigmoids, rtol=1e-5)
+    assert stream.answers["labels"].chunks[0]["labels"].tolist() == [b"match"]
+
+
+def test_encoders_through_the_gateway_and_on_the_command_line(
+    triton: TritonServer,
+    encoders: dict[str, str],
+    expected: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
+    gateway.start(triton.grpc_address)
+    try:
+
+        def answer(path: str, **body: Any) -> Any:
+            response = httpx.post(gateway.url.removesuffix("/v1") + path, json=body, timeout=60)
+            assert response.status_code == 200, response.text
+            return response.json()
+
+        found = answer("/v1/embeddings", model="mini_lm", input=[QUERY, *DOCUMENTS])
+        vectors = [one["embedding"] for one in found["data"]]
+        np.testing.assert_allclose(vectors, expected["vectors"], rtol=1e-5, atol=1e-6)
+        scores = answer("/score", model="cross", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)
+        assert [one["score"] for one in scores["data"]] == pytest.approx(expected["logits"].tolist(), rel=1e-4)
+        order = np.argsort(-expected["logits"]).tolist()
+        ranked = answer("/v1/rerank", model="cross", query=QUERY, documents=DOCUMENTS)
+        assert [one["index"] for one in ranked["results"]] == order
+        classes = answer("/classify", model="cross", input="a")
+        assert classes["data"][0]["label"] == "match"
+    finally:
+        gateway.stop()
+    app = typer.Typer()
+    app.command()(rerank)
+    result = CliRunner().invoke(app, [QUERY, *DOCUMENTS, "--model", "cross", "--url", triton.grpc_address, "--json"])
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["index"] for line in result.output.splitlines()] == order

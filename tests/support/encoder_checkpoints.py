@@ -19,6 +19,8 @@ __all__ = [
     "alone",
     "logits_alone",
     "make_encoder",
+    "mini_lm_layout",
+    "sentence_pieces",
     "word_pieces",
 ]
 
@@ -91,6 +93,47 @@ def word_pieces(folder: str, **module: Any) -> None:
     fast.save(f"{folder}/tokenizer.json")
     named = {"cls_token": "[CLS]", "sep_token": "[SEP]", "pad_token": "[PAD]", "unk_token": "[UNK]"}
     (Path(folder) / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "BertTokenizer", **named}))
+
+
+def mini_lm_layout(folder: Path) -> None:
+    """modules.json and its kin, as sentence-transformers/all-MiniLM-L6-v2 has them."""
+    kinds = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+    modules = [
+        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for i, (path, kind) in enumerate(kinds)
+    ]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "2_Normalize").mkdir()
+    pooling = {"word_embedding_dimension": 32, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 60, "do_lower_case": False}))
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": {"query": "q "}}))
+
+
+def sentence_pieces(folder: str) -> None:
+    """A tokenizer like XLM-RoBERTa's: a unigram model of letters, <s> and </s> around texts, no types."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import Unigram
+    from tokenizers.pre_tokenizers import Metaspace
+    from tokenizers.processors import TemplateProcessing
+
+    special = ["<s>", "<pad>", "</s>", "<unk>"]
+    letters = ["\u2581", *(chr(code) for code in range(33, 127))]
+    fast = Tokenizer(Unigram([*((entry, 0.0) for entry in special), *((letter, -2.0) for letter in letters)], unk_id=3))
+    fast.pre_tokenizer = Metaspace()
+    fast.post_processor = TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    fast.add_special_tokens(special)
+    fast.save(f"{folder}/tokenizer.json")
+    named = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    values = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
+        **named,
+    }
+    (Path(folder) / "tokenizer_config.json").write_text(json.dumps(values))
 
 
 @torch.inference_mode()

@@ -54,7 +54,7 @@ def cross_encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.parametrize("model_type", ENCODERS)
 def test_vectors_equal_transformers(model_type: str, tmp_path: Path) -> None:
-    """Of every kind, in steps of a few uneven prompts and alone: the same to the last bit, but for one token of ModernBERT."""
+    """Of every kind, in steps of uneven prompts and alone: the same bits, but for a single token of ModernBERT."""
     heads = {"n_heads": 1} if model_type == "distilbert" else {"num_attention_heads": 1, "num_key_value_heads": 1}
     path = make_encoder(model_type, tmp_path, **heads)
     model = reference(path)
