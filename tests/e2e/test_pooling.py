@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -117,91 +118,84 @@ QUERY, DOCUMENTS = "How large is a cat?", ["A cat weighs 4 kg.", "It rains.", "n
 
 
 @pytest.fixture(scope="module")
-def encoders(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server with an encoder in all-MiniLM's layout, and with a cross-encoder: their folders by name."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in ("mini_lm", "cross")}
-    make_encoder("bert", folders["mini_lm"])
-    make_encoder("bert", folders["cross"], labels=["match"])
-    mini_lm_layout(folders["mini_lm"])
-    paths = {name: str(folder) for name, folder in folders.items()}
-    for path in paths.values():
-        word_pieces(path)
-    with loaded(triton, **{name: {"model": path, "max_num_seqs": 8} for name, path in paths.items()}):
-        yield paths
+def cross(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The folder of a cross-encoder that the server has as "cross"."""
+    path = make_encoder("bert", tmp_path_factory.mktemp("cross"), labels=["match"])
+    word_pieces(path)
+    with loaded(triton, cross={"model": path, "max_num_seqs": 8}):
+        yield path
 
 
 @pytest.fixture(scope="module")
-def expected(encoders: dict[str, str]) -> dict[str, Any]:
-    """What transformers computes: the embeddings of QUERY and DOCUMENTS, and the logits of their pairs."""
+def logits(cross: str) -> np.ndarray:
+    """What transformers computes for QUERY and each of DOCUMENTS."""
     options = {"attn_implementation": "eager", "dtype": torch.float32}
-    embeds = AutoModel.from_pretrained(encoders["mini_lm"], **options).eval()
-    scores = AutoModelForSequenceClassification.from_pretrained(encoders["cross"], **options).eval()
-    tokenizer = AutoTokenizer.from_pretrained(encoders["cross"])
+    model, tokenizer = AutoModelForSequenceClassification.from_pretrained(cross, **options).eval(), tokenizer_of(cross)
     pairs = [tokenizer(QUERY, document) for document in DOCUMENTS]
-    return {
-        "vectors": np.stack([alone(embeds, tokenizer(text)["input_ids"]) for text in (QUERY, *DOCUMENTS)]),
-        "logits": np.array(
-            [logits_alone(scores, found["input_ids"], found["token_type_ids"].index(1))[0] for found in pairs]
-        ),
-    }
+    return np.array([logits_alone(model, one["input_ids"], one["token_type_ids"].index(1))[0] for one in pairs])
 
 
-def test_encoders_through_triton(triton: TritonServer, encoders: dict[str, str], expected: dict[str, Any]) -> None:
-    with GrpcStream(triton.grpc_address, "mini_lm") as stream:
-        stream.send("vectors", pooling={"task": "embed", "inputs": [QUERY, *DOCUMENTS]})
-        stream.send("vllm's", embedding_request={"input": QUERY})
-        stream.wait("vectors", "vllm's")
+def tokenizer_of(path: str) -> Any:
+    return AutoTokenizer.from_pretrained(path)
+
+
+def test_a_cross_encoder_through_triton(triton: TritonServer, cross: str, logits: np.ndarray) -> None:
+    """Its pairs keep their types when the engine process is replaced."""
+    with GrpcStream(triton.grpc_address, "cross") as stream:
         stream.send("text", text_input="hello")
         stream.wait("text")
-        (found,) = stream.answers["vectors"].chunks
-        np.testing.assert_allclose(found["pooled"], expected["vectors"], rtol=1e-5, atol=1e-6)
-        (as_text,) = stream.answers["vllm's"].chunks
-        np.testing.assert_allclose(json.loads(as_text["text_output"][0]), expected["vectors"][0], rtol=1e-5, atol=1e-6)
-        assert "no language model head, so it generates no text" in str(stream.answers["text"].error)
-    sigmoids = 1 / (1 + np.exp(-expected["logits"]))
-    with GrpcStream(triton.grpc_address, "cross") as stream:
-        pairs = [[QUERY, document] for document in DOCUMENTS]
         process = engine_process(triton, "cross")
         process.suspend()
-        stream.send("replayed", pooling={"task": "score", "inputs": pairs})
+        stream.send("replayed", pooling={"task": "score", "inputs": [[QUERY, document] for document in DOCUMENTS]})
         process.kill()
         stream.send("labels", pooling={"task": "classify", "inputs": ["a"]})
         stream.wait("replayed", "labels")
+    assert "no language model head, so it generates no text" in str(stream.answers["text"].error)
     (found,) = stream.answers["replayed"].chunks
-    np.testing.assert_allclose(found["pooled"][:, 0], sigmoids, rtol=1e-5)
+    np.testing.assert_allclose(found["pooled"][:, 0], 1 / (1 + np.exp(-logits)), rtol=1e-5)
     assert stream.answers["labels"].chunks[0]["labels"].tolist() == [b"match"]
 
 
+@pytest.mark.nightly
 def test_encoders_through_the_gateway_and_on_the_command_line(
-    triton: TritonServer,
-    encoders: dict[str, str],
-    expected: dict[str, Any],
-    capsys: pytest.CaptureFixture[str],
+    triton: TritonServer, cross: str, logits: np.ndarray, tmp_path: Path
 ) -> None:
+    """Embeddings in all-MiniLM's layout, and scores, rankings and classes of the cross-encoder."""
+    path = make_encoder("bert", tmp_path)
+    word_pieces(path)
+    mini_lm_layout(tmp_path)
+    model = AutoModel.from_pretrained(path, attn_implementation="eager", dtype=torch.float32).eval()
+    expected = np.stack([alone(model, tokenizer_of(path)(text)["input_ids"]) for text in DOCUMENTS])
+    order = np.argsort(-logits).tolist()
     (port,) = pick_ports(1)
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
-    gateway.start(triton.grpc_address)
-    try:
+    with loaded(triton, mini_lm={"model": path, "max_num_seqs": 8}):
+        gateway.start(triton.grpc_address)
+        try:
 
-        def answer(path: str, **body: Any) -> Any:
-            response = httpx.post(gateway.url.removesuffix("/v1") + path, json=body, timeout=60)
-            assert response.status_code == 200, response.text
-            return response.json()
+            def answer(path: str, **body: Any) -> Any:
+                response = httpx.post(gateway.url.removesuffix("/v1") + path, json=body, timeout=60)
+                assert response.status_code == 200, response.text
+                return response.json()
 
-        found = answer("/v1/embeddings", model="mini_lm", input=[QUERY, *DOCUMENTS])
-        vectors = [one["embedding"] for one in found["data"]]
-        np.testing.assert_allclose(vectors, expected["vectors"], rtol=1e-5, atol=1e-6)
-        scores = answer("/score", model="cross", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)
-        assert [one["score"] for one in scores["data"]] == pytest.approx(expected["logits"].tolist(), rel=1e-4)
-        order = np.argsort(-expected["logits"]).tolist()
-        ranked = answer("/v1/rerank", model="cross", query=QUERY, documents=DOCUMENTS)
-        assert [one["index"] for one in ranked["results"]] == order
-        classes = answer("/classify", model="cross", input="a")
-        assert classes["data"][0]["label"] == "match"
-    finally:
-        gateway.stop()
-    app = typer.Typer()
-    app.command()(rerank)
-    result = CliRunner().invoke(app, [QUERY, *DOCUMENTS, "--model", "cross", "--url", triton.grpc_address, "--json"])
-    assert result.exit_code == 0, result.output
-    assert [json.loads(line)["index"] for line in result.output.splitlines()] == order
+            found = answer("/v1/embeddings", model="mini_lm", input=DOCUMENTS)
+            vectors = [one["embedding"] for one in found["data"]]
+            np.testing.assert_allclose(vectors, expected, rtol=1e-5, atol=1e-6)
+            scores = answer("/score", model="cross", text_1=QUERY, text_2=DOCUMENTS, use_activation=False)
+            assert [one["score"] for one in scores["data"]] == pytest.approx(logits.tolist(), rel=1e-4)
+            ranked = answer("/v1/rerank", model="cross", query=QUERY, documents=DOCUMENTS)
+            assert [one["index"] for one in ranked["results"]] == order
+            assert answer("/classify", model="cross", input="a")["data"][0]["label"] == "match"
+        finally:
+            gateway.stop()
+        with GrpcStream(triton.grpc_address, "mini_lm") as stream:
+            stream.send("vllm's", embedding_request={"input": DOCUMENTS[0]})
+            stream.wait("vllm's")
+        (as_text,) = stream.answers["vllm's"].chunks
+        np.testing.assert_allclose(json.loads(as_text["text_output"][0]), expected[0], rtol=1e-5, atol=1e-6)
+        app = typer.Typer()
+        app.command()(rerank)
+        arguments = [QUERY, *DOCUMENTS, "--model", "cross", "--url", triton.grpc_address, "--json"]
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        assert [json.loads(line)["index"] for line in result.output.splitlines()] == order

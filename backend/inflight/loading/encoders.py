@@ -80,8 +80,7 @@ def load_encoder(config: EngineConfig, hf_config: Any) -> LoadedModel:
     check = None
     if config.check_on_load:
         windows = [spec.sliding_window for _, spec in probed if spec.sliding_window is not None]
-        padding = getattr(hf_config, "pad_token_id", None)
-        prompts = check_prompts(info.vocab_size, length, min(windows, default=None), padding, forward.knows_pairs)
+        prompts = check_prompts(info.vocab_size, length, min(windows, default=None), forward.knows_pairs)
         check = EncoderCheck.of(model, base, prompts, head and _reader(hf_config), device)
     if has_relative_bias(base):
         attach_relative_bias(base)

@@ -189,6 +189,15 @@ class TestLengths:
         with pytest.raises(ConfigError, match=r"starts at position 2, so at most 64 tokens have one"):
             make_core(path, max_model_len=65)
 
+    @pytest.mark.parametrize("model_type", ["roberta", "mpnet"])
+    def test_padding_tokens_in_a_prompt_have_no_place(self, model_type: str, tmp_path: Path) -> None:
+        """A text can spell them: transformers gives them the position of padding, and counts on behind them."""
+        path = make_encoder(model_type, tmp_path)
+        prompts = [[5, 6, 1, 7, 1, 1, 8], [1, 5, 6], [9, 9], [1]]
+        vectors, _ = vectors_of(make_core(path), [pooled(i, prompt, "mean") for i, prompt in enumerate(prompts)])
+        for i, prompt in enumerate(prompts):
+            np.testing.assert_allclose(vectors[i], alone(reference(path), prompt), rtol=1e-5, atol=1e-6)
+
     def test_of_sentence_bert(self, tmp_path: Path) -> None:
         path = make_encoder("bert", tmp_path)
         (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 40}))
@@ -228,6 +237,14 @@ class TestTheCheck:
         monkeypatch.setattr("inflight.attention.whole_rows._window", lambda n, *_: torch.ones(n, n).tril().bool())
         with pytest.raises(LoadError, match="differ by"):
             make_core(bert)
+
+    def test_weights_that_are_not_numbers_are_refused(self, tmp_path: Path, bert: str) -> None:
+        tensors = load_file(f"{bert}/model.safetensors")
+        tensors["encoder.layer.1.output.dense.weight"][0, 0] = float("nan")
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        (tmp_path / "config.json").write_text(Path(bert, "config.json").read_text())
+        with pytest.raises(LoadError, match="its weights contain NaN; check the files"):
+            make_core(str(tmp_path))
 
     def test_missing_weights_are_named(self, tmp_path: Path) -> None:
         path = make_encoder("bert", tmp_path, labels=["a", "b"])

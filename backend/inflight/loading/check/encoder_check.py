@@ -89,6 +89,11 @@ class EncoderCheck:
         finally:
             if switches:
                 model.set_attn_implementation(IMPLEMENTATION)
+        if not all(hidden.isfinite().all() for hidden, _ in exact):
+            raise LoadError(
+                f"the checkpoint (model type {model.config.model_type!r}) cannot be served: its hidden states are not "
+                "finite (NaN or infinity), so its weights contain NaN; check the files"
+            )
         return cls(model.config.model_type, prompts, exact, _error(rounded, exact), reads, device)
 
     def require(self, forward: EncoderPass, backend: AttentionBackend, block_size: int) -> None:
@@ -135,17 +140,13 @@ class EncoderCheck:
         return list(zip(rows, logits))
 
 
-def check_prompts(
-    vocab_size: int, max_model_len: int, window: int | None, padding: int | None, pairs: bool
-) -> list[tuple[list[int], int]]:
-    """Random tokens, none of them for padding; the second half of each is a second text, if there are `pairs`."""
+def check_prompts(vocab_size: int, max_model_len: int, window: int | None, pairs: bool) -> list[tuple[list[int], int]]:
+    """Random tokens; the second half of each is a second text, if there are `pairs`."""
     lengths = [*_LENGTHS, *([window + _LENGTHS[1]] if window is not None else [])]
     rng = np.random.default_rng(0)
     found = []
     for length in (min(length, max_model_len) for length in lengths):
-        token_ids = rng.integers(0, vocab_size, length)
-        token_ids[token_ids == padding] = (padding or 0) + 1 if (padding or 0) + 1 < vocab_size else 0
-        found.append((token_ids.tolist(), length // 2 if pairs else 0))
+        found.append((rng.integers(0, vocab_size, length).tolist(), length // 2 if pairs else 0))
     return found
 
 

@@ -70,8 +70,17 @@ class EncoderPass:
         if len(keep) or len(asked):
             raise RuntimeError("an encoder has no logits; it yields vectors alone")
         more = {} if self._types is None else {"token_type_ids": self._types}
-        states = self._base(input_ids=input_ids, position_ids=position_ids + self._offset, **more)[0][0]
+        positions = self._positions(input_ids, position_ids) if self._offset else position_ids
+        states = self._base(input_ids=input_ids, position_ids=positions, **more)[0][0]
         return states.new_empty(0, self._vocab_size), (), states[hidden]
+
+    def _positions(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
+        """Those that such models count themselves: a padding token in a prompt has the padding index, and no place."""
+        padding = self._offset - 1
+        counts = (input_ids[0] != padding).long()
+        so_far = counts.cumsum(0)
+        first = torch.arange(len(so_far), device=so_far.device) - position_ids[0]  # of the token's prompt
+        return ((so_far - so_far[first] + counts[first]) * counts + padding)[None]
 
 
 class ClassifierHead:
