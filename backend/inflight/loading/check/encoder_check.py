@@ -144,10 +144,8 @@ def check_prompts(vocab_size: int, max_model_len: int, window: int | None, pairs
     """Random tokens; the second half of each is a second text, if there are `pairs`."""
     lengths = [*_LENGTHS, *([window + _LENGTHS[1]] if window is not None else [])]
     rng = np.random.default_rng(0)
-    found = []
-    for length in (min(length, max_model_len) for length in lengths):
-        found.append((rng.integers(0, vocab_size, length).tolist(), length // 2 if pairs else 0))
-    return found
+    fitting = [min(length, max_model_len) for length in lengths]
+    return [(rng.integers(0, vocab_size, length).tolist(), length // 2 if pairs else 0) for length in fitting]
 
 
 def _alone(

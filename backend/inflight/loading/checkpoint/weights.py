@@ -194,7 +194,7 @@ def pretrained(
         output_loading_info=True,
     )
     try:
-        is_expected = read_elsewhere is None and _SCORE not in _stored(config)
+        is_expected = read_elsewhere is None and _SCORE not in _stored(config) and not is_encoder(hf_config.to_dict())
         with nullcontext() if is_expected else _quietly():
             if "state_dict" in options:
                 made: Any = type(from_config(config, hf_config, dtype, torch.device("meta")))
