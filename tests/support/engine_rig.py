@@ -44,6 +44,7 @@ class Info:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
 
 
 def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:

@@ -50,6 +50,7 @@ class CheckpointInfo:
         swap_seconds_per_block: measured time to copy a block to the host and back.
         choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
+        whole_prompts: a prompt is computed in one step, and no other request can use what was computed of it.
         graph_bytes: bytes that captured CUDA graphs take.
         pooler: vectors that the checkpoint can yield; known to a runner.
     """
@@ -67,6 +68,7 @@ class CheckpointInfo:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
     graph_bytes: int = 0
     pooler: PoolerFacts = field(default_factory=PoolerFacts)
 

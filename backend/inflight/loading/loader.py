@@ -32,9 +32,11 @@ from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, po
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, eos_token_ids, max_model_len, read_config
+from inflight.loading.checkpoint.headless import is_encoder
 from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
+from inflight.loading.encoders import load_encoder
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
 from inflight.loading.forward.forward_pass import ModulePass
 from inflight.loading.forward.last_logits import KeepsLogits
@@ -70,6 +72,8 @@ def load(config: EngineConfig) -> LoadedModel:
     start = time.perf_counter()
     device = device_of(config.device)
     hf_config = read_config(config)
+    if is_encoder(hf_config.to_dict()):
+        return load_encoder(config, hf_config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)

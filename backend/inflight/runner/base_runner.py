@@ -65,7 +65,7 @@ class BaseRunner:
         self.forward = loaded.forward
         self.forward.max_rows = max(self.forward.max_rows, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
-        pooler = load_pooler(config, self.forward.yields_hidden, device)
+        pooler = load_pooler(config, self.forward.yields_hidden, device, self.forward.head)
         info.pooler = pooler.facts
         self.pooling = RowPooling(pooler, config.max_num_seqs, device)
 

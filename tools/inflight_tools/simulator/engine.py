@@ -46,6 +46,7 @@ class SimulatedInfo:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
 
 
 class _Ticket(NamedTuple):

@@ -28,6 +28,7 @@ from inflight.engine.policies.short_prompts import ShortPromptsFirst
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.policies.urgency import OutrankingFirst
 from inflight.engine.policies.victims import make_victim
+from inflight.engine.policies.whole_prompts import WholePrompts
 from inflight.engine.request_factory import ModelInfo
 from inflight.grammars.base import Grammars
 from inflight.speculative import SpeculativeConfig
@@ -42,6 +43,7 @@ def make_policies(
     draft_runner: DraftRunner | None = None,
     accounts: TenantAccounts | None = None,
     record: AdmissionRecord | None = None,
+    whole_prompts: bool = False,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -51,6 +53,7 @@ def make_policies(
         draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
         accounts: of the tenants; None: new ones.
         record: receives admission's findings; None: they are not used.
+        whole_prompts: a prompt is computed in one step.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -66,7 +69,7 @@ def make_policies(
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
-    budget = _make_budget(config, listeners)
+    budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)
     return Policies(
         order=order,
         victim=make_victim(config),

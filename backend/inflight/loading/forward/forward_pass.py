@@ -8,7 +8,7 @@ returns it.  That output also is the hidden states that vectors are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -32,10 +32,13 @@ class ForwardPass(Protocol):
         yields_hidden: whether it shows the hidden states that its head takes, as far as its structure tells.
         max_rows: most rows of the logits of `asked` in a chunk, where the head can run for some positions alone; a
             runner whose steps have more rows in any case raises it.
+        head: from pooled hidden states, float32 [R, H], to the logits of scores or classes, float32 [R, labels]; None:
+            the model has no such head of its own.
     """
 
     yields_hidden: bool
     max_rows: int
+    head: Callable[[Tensor], Tensor] | None
 
     def run(
         self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor
@@ -65,6 +68,7 @@ class ModulePass:
     """
 
     max_rows = _MIN_ROWS
+    head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, model: Any) -> None:
         self._model = model

@@ -41,6 +41,7 @@ class NativeDecoder:
 
     yields_hidden = True
     max_rows = 256
+    head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, tables: native.DecoderTables, attention: list[LayerAttention]) -> None:
         self.tables = tables
