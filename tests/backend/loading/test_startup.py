@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
+import integer_checkpoints
 import numpy as np
 import pytest
 import torch
@@ -18,6 +20,8 @@ from checkpoints import VOCAB, make_checkpoint
 
 from inflight.config import EngineConfig
 from inflight.kernels.cpu import library
+from inflight.kernels.cpu.cpu_linear import PackedWeight
+from inflight.kernels.cpu.stored_codes import StoredCodes
 from inflight.loading import startup
 from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
@@ -99,6 +103,55 @@ def test_logits_of_the_second_start_are_those_of_the_first(
     assert [getattr(first.info, fact) for fact in facts] == [getattr(second.info, fact) for fact in facts]
     assert second.info.grammars is not None
     assert second.layers.bytes_per_block == first.layers.bytes_per_block
+
+
+_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "tie_word_embeddings": True}
+
+
+_CHAIN = "gptq act-order"  # query, key and value have orders of their own
+
+
+def in_codes(stored: str, folder: Path) -> str:
+    """A small model in one of the formats of `integer_checkpoints`, or a GGUF file of one type of blocks."""
+    if stored in integer_checkpoints.WRITERS:
+        path = make_checkpoint("qwen2", folder)  # with biases
+        integer_checkpoints.write(path, stored, except_for=("layers.0.mlp.down",))
+        return path
+    file = folder / "model.gguf"
+    gguf_files.as_gguf(make_checkpoint("llama", folder / "plain", **_OF_BLOCKS), file, stored)
+    return str(file)
+
+
+def parts_of(weight: PackedWeight | None) -> list[PackedWeight]:
+    return [] if weight is None else [weight, *parts_of(weight.further)]
+
+
+@pytest.mark.parametrize(
+    "stored, options",
+    [
+        ("gptq", {}),
+        (_CHAIN, {"dtype": "bfloat16"}),
+        ("awq", {"quantization": "int8"}),  # of the layer that is left
+        ("int-quantized tensor", {}),
+        ("Q4_0", {}),
+        ("Q4_K", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+        ("Q6_K", {}),
+    ],
+)
+def test_codes_of_a_checkpoint_are_kept_as_they_are(
+    stored: str, options: dict[str, str], tmp_path: Path, cache: Path, caplog: Log
+) -> None:
+    path = in_codes(stored, tmp_path)
+    first, second = (start(path, **{"dtype": "float32", **options}) for _ in range(2))
+    assert all(map(np.array_equal, logits(first), logits(second)))
+    found, kept = (parts_of(loaded.model.tables.layers[1].qkv) for loaded in (first, second))
+    assert len(found) == len(kept) == (3 if stored == _CHAIN else 1)
+    for weight, other in zip(found, kept):
+        assert weight.struct.dtype == other.struct.dtype == StoredCodes.dtype
+        assert torch.equal(weight.panels, other.panels)
+    caplog.clear()
+    start(path, **{"dtype": "float32", **options})
+    assert is_reused(caplog)
 
 
 def test_the_second_start_imports_no_transformers(llama: str, cache: Path) -> None:
@@ -230,7 +283,7 @@ def test_another_program_or_processor_loads_in_full(
         ({"check_on_load": False}, "check_on_load"),
         ({"native_forward": False}, "native_forward"),
         ({"trust_remote_code": True}, "own code"),
-        ({"load_format": "dummy"}, "plain numbers"),
+        ({"load_format": "dummy"}, "not read from files"),
         ({"attention_backend": "reference"}, "through transformers"),
     ],
     ids=["unchecked", "modules", "own code", "dummy", "reference"],
