@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
+from inflight.gguf.hub_names import hub_name
 from inflight.hub import CheckpointFileError, snapshot
 from inflight.loading.check.cases import has_experts
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, max_model_len, read_config
@@ -142,7 +143,7 @@ def open_source(model: str) -> Source:
 
 def _folder(model: str) -> Path:
     path = Path(model).expanduser()
-    if path.is_file():
+    if path.is_file() or hub_name(model) is not None:
         raise Refused(f"{model} is a file, and a GGUF file has been quantized already: {_UNQUANTIZED}")
     try:
         folder = snapshot(str(path) if path.is_dir() else model)

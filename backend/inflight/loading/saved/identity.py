@@ -59,8 +59,10 @@ def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
     options = {name: getattr(config, name) for name in DECISIVE}
     digest = hashlib.blake2b(msgspec.json.encode([FORMAT, options], order="deterministic"), digest_size=16)
     try:
-        file = gguf_file(config.model)
+        file = gguf_file(config.model, config.revision)
         parts = _of_folder(config, cache) if file is None else [["gguf", _digest_of(file, cache)]]
+    except CheckpointFileError as error:
+        raise CannotKeep(str(error)) from None
     except OSError as error:
         raise CannotKeep(f"{config.model!r} cannot be read: {error}") from None
     for part in parts:
@@ -69,11 +71,8 @@ def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
 
 
 def _of_folder(config: EngineConfig, cache: CacheFolder) -> list[list[Any]]:
-    """Name and digest of each file that says what is loaded.  Raises CannotKeep, OSError."""
-    try:
-        found = checkpoint_file(config.model, "config.json", config.revision)
-    except CheckpointFileError as error:
-        raise CannotKeep(str(error)) from None
+    """Name and digest of each file that says what is loaded.  Raises CannotKeep, CheckpointFileError, OSError."""
+    found = checkpoint_file(config.model, "config.json", config.revision)
     if found is None:
         raise CannotKeep(f"{config.model!r} has no config.json")
     folder = found.parent
