@@ -19,6 +19,7 @@ import torch
 from checkpoints import VOCAB, make_checkpoint
 
 from inflight.config import EngineConfig
+from inflight.device import deferred_torch
 from inflight.kernels.cpu import library
 from inflight.kernels.cpu.cpu_linear import PackedWeight
 from inflight.kernels.cpu.stored_codes import StoredCodes
@@ -165,6 +166,47 @@ print([name for name in ("transformers", "torch._dynamo", "torch.distributed.ten
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_parts_of_torch_are_left_out_until_they_are_used(llama: str, cache: Path) -> None:
+    start(llama)
+    program = f"""
+import sys
+from inflight.config import EngineConfig
+from inflight.device.deferred_torch import import_torch
+import_torch()
+import torch
+from inflight.engine.assembly import make_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.pipeline import make_runner
+config = EngineConfig.from_dict({{"model": {llama!r}, "device": "cpu", "kv_cache_memory": "1MiB"}})
+core = make_core(config, make_runner(config), listeners=[])
+core.add_request(AddRequest(0, [1, 2, 3], SamplingParams(temperature=1.0, seed=1, max_tokens=3, logprobs=2)))
+while core.has_work:
+    core.step()
+parts = ("torch._meta_registrations", "torch.export")
+print([hasattr(sys.modules[name], "__file__") for name in parts], "torch._decomp" in sys.modules)
+import transformers
+print([hasattr(sys.modules[name], "__file__") for name in parts], callable(torch.export.export))
+print(torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape, len(sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    left_out, whole, used = done.stdout.splitlines()
+    tried = torch.__version__.partition("+")[0] in deferred_torch._TRIED
+    assert left_out == ("[False, False] False" if tried else "[True, True] True"), done.stderr
+    assert whole == "[True, True] True"
+    assert used.startswith("torch.Size([3, 3])")
+
+
+def test_torch_of_another_version_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(deferred_torch, "version", lambda _: "2.99.0+cpu")
+    monkeypatch.setattr(deferred_torch.importlib, "import_module", imported.append)
+    monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    before = [*sys.meta_path]
+    deferred_torch.import_torch()
+    assert imported == ["torch"] and sys.meta_path == before
 
 
 def flipped(at: Callable[[Header], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:
