@@ -34,6 +34,7 @@ HEAD = "lm_head"
 _EMBEDDING = "model.embed_tokens.weight"
 _CPU = torch.device("cpu")
 _VOCABULARY = 64  # of the model that is only recognised
+_ROWS = 4096  # looked at at once
 _UNQUANTIZED = "give the folder of the model's unquantized checkpoint"
 
 
@@ -138,6 +139,7 @@ def open_source(model: str) -> Source:
             f'mistral, qwen2, qwen3, phi3, granite and smollm3: {error}; serve it with "quantization" in model.json'
         ) from error
     _expect_all(source, small)
+    _expect_numbers(source)
     return source
 
 
@@ -228,6 +230,19 @@ def _expect_all(source: Source, small: Any) -> None:
             raise Refused(f"{source.folder}: {name} {what}, and config.json implies {list(parameter.shape)}")
         if header.dtype not in ("BF16", "F16", "F32"):
             raise Refused(f"{source.folder}: {name} has dtype {header.dtype}, not BF16, F16 or F32: {_UNQUANTIZED}")
+
+
+def _expect_numbers(source: Source) -> None:
+    """Of weights outside the layers, which are copied; those of a layer are looked at when it is quantized.
+
+    Raises:
+        Refused: some are infinite or not numbers.
+    """
+    in_layers = {f"model.layers.{name}" for name, _ in source.layers.named_parameters()}
+    copied = [name for name, _ in source.model.named_parameters() if name not in in_layers and name in source.headers]
+    for name in copied:
+        if not all(bool(rows.isfinite().all()) for rows in source.read(name).split(_ROWS)):
+            raise Refused(f"{source.folder}: {name} has values that are infinite or not numbers; download it again")
 
 
 def _structure(layer: nn.Module) -> tuple[tuple[str, type], ...]:
