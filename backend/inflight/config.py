@@ -126,7 +126,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """All options of the engine.  Frozen; unknown keys are errors.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id.
+        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id; `org/repo:Q4_K_M` and
+            `org/repo/name.gguf` are GGUF files on the hub.
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
         tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.

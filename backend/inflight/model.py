@@ -88,27 +88,17 @@ class TritonPythonModel:
         )
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
-        source, revision = config.tokenizer_source, config.tokenizer_source_revision
-        self._chat = ChatTemplate.load(
-            source,
-            revision=revision,
-            override=config.chat_template,
-            seconds=config.chat_template_timeout,
-            trusts_requests=config.trust_request_chat_template,
-        )
-        tokenizer = Tokenizer.load(
-            source,
-            revision=revision,
-            trust_remote_code=config.trust_remote_code,
-            required=config.tokenizer is not None,
-        )
-        self._chat.check()
-
         self._group = find_group(config, env, args, model_dir)
         self._supervisor = Supervisor(
             config, bridge.log, env=env, launch=None if self._group is None else self._group.launch
         )
-        ready = self._supervisor.start()
+        self._supervisor.begin()  # the engine loads the weights while this process loads the tokenizer
+        try:
+            tokenizer = self._load_texts(config)
+        except BaseException:
+            self._supervisor.stop()
+            raise
+        ready = self._supervisor.wait_until_ready()
         number = self._group.number if self._group is not None else 0
         bridge.log(
             "info",
@@ -129,7 +119,7 @@ class TritonPythonModel:
         pooled_reader = PooledRequestReader(parser, prompts, args["model_name"])
         self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
-            tokenizer_info(source, revision, self._chat.text),
+            tokenizer_info(config.tokenizer_source, config.tokenizer_source_revision, self._chat.text),
             tokenizer,
             parser.prompts,
             parser.limits,
@@ -191,6 +181,25 @@ class TritonPythonModel:
         self._supervisor.connect(self._output_processor)
         if self._group is not None:
             self._group.hear(self._told)
+
+    def _load_texts(self, config: EngineConfig) -> Tokenizer | None:
+        """The chat template, and the tokenizer if there is one."""
+        source, revision = config.tokenizer_source, config.tokenizer_source_revision
+        self._chat = ChatTemplate.load(
+            source,
+            revision=revision,
+            override=config.chat_template,
+            seconds=config.chat_template_timeout,
+            trusts_requests=config.trust_request_chat_template,
+        )
+        tokenizer = Tokenizer.load(
+            source,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            required=config.tokenizer is not None,
+        )
+        self._chat.check()
+        return tokenizer
 
     def execute(self, requests: list[Any]) -> None:
         """Accept requests; the sender thread sends every response.  Never raises."""

@@ -31,6 +31,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.device.deferred_torch import import_torch
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
@@ -90,6 +91,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
     if "torch" not in sys.modules:  # not a fork
         enter_phase("importing torch")
         prefetch(config)
+        import_torch()
     from inflight.engine.assembly import make_core
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed

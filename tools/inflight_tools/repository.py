@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.gguf.hub_names import hub_name
 
 __all__ = [
     "CONFIG_PBTXT",
@@ -55,7 +56,7 @@ def parse_setting(text: str) -> tuple[str, Any]:
 
 
 def resolve_model(model: str) -> str:
-    """The absolute path of a checkpoint directory or a GGUF file, or a hub id as it is.
+    """The absolute path of a checkpoint directory or a GGUF file, or a hub id or the name of a GGUF file there.
 
     Raises:
         ConfigError: neither existing nor a possible hub id, or a directory without a checkpoint.
@@ -71,6 +72,8 @@ def resolve_model(model: str) -> str:
         return str(path.resolve())
     if path.is_file():
         return str(path.resolve())
+    if hub_name(model) is not None:
+        return model
     if model.endswith(_GGUF):
         raise ConfigError(f"model={model!r}: no such file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
@@ -113,8 +116,9 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
     }
     for key in ("model", "tokenizer"):
         # Beside an entry, a file is looked for by this ending only.
-        if key in values and (Path(values[key]).is_dir() or str(values[key]).endswith(_GGUF)):
-            values[key] = _portable(Path(values[key]), folder, entry / "1")
+        path = Path(values.get(key) or "")
+        if key in values and (path.is_dir() or (path.suffix == _GGUF and path.is_file())):
+            values[key] = _portable(path, folder, entry / "1")
     try:
         (entry / "1").mkdir(parents=True)
         (entry / "config.pbtxt").write_text(CONFIG_PBTXT, encoding="utf-8")

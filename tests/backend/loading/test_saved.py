@@ -88,6 +88,16 @@ def test_another_option_is_another_key(options: dict[str, Any], llama: Path, fol
     assert key(llama, folder, **options) != key(llama, folder)
 
 
+def test_the_key_of_a_gguf_file_is_its_content(folder: CacheFolder, tmp_path: Path) -> None:
+    """The loader says whether it can be served."""
+    file, copy = tmp_path / "model.gguf", tmp_path / "another name"
+    file.write_bytes(b"GGUF and more")
+    copy.write_bytes(b"GGUF and more")
+    assert key(file, folder) == key(copy, folder)
+    copy.write_bytes(b"GGUF and less")
+    assert key(file, folder) != key(copy, folder)
+
+
 def test_a_copy_and_other_limits_are_the_same_key(llama: Path, folder: CacheFolder, tmp_path: Path) -> None:
     copy = shutil.copytree(llama, tmp_path / "copy")
     (copy / "README.md").write_text("no weights")
@@ -172,8 +182,7 @@ def test_the_program_is_its_sources_kernels_versions_and_instruction_set(
     "file, content, why",
     [
         ("adapter_config.json", "{}", "an adapter"),
-        ("config.json", '{"quantization_config": {}}', "quantized"),
-        ("config.json", "[]", "quantized"),
+        ("config.json", "[]", "no object"),
         ("config.json", "{", "cannot be read"),
         ("config.json", '{"transformers_weights": "other.safetensors"}', "configuration_files or transformers_weights"),
         (
