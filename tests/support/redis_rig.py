@@ -45,14 +45,11 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return self
-            except OSError:
-                assert self._process.poll() is None, "redis-server ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        while not _listens(self.port):
+            assert self._process.poll() is None, "redis-server ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
@@ -75,6 +72,11 @@ class RedisServer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

@@ -138,7 +138,12 @@ class DirectoryStore:
             raise
 
     def _make(self, folder: str) -> None:
-        """Make a folder of keys and those that contain it.  Raises OSError; PermissionError if one is someone else's."""
+        """Make a folder of keys and those that contain it.
+
+        Raises:
+            PermissionError: someone else owns one or can write it.
+            OSError: it cannot be made.
+        """
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (str(self._folder), folder):
             with contextlib.suppress(FileExistsError):
