@@ -76,6 +76,11 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
         ) from None
 
 
+def _without_passwords(text: str) -> str:
+    """A message goes to the log; a URL in it can have a user and a password."""
+    return re.sub(r"(?<=://)[^\s/'\"]*@|(?<=password=)[^\s&'\"]*", "***", text)
+
+
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     """The allowed values: those of a `Literal`, or the keys of a nested object."""
     kinds = (hint, *get_args(hint))
@@ -444,7 +449,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
-            got = f"{at[1]}={values.get(at[1])!r}: " if at else ""
+            got = _without_passwords(f"{at[1]}={values.get(at[1])!r}: ") if at else ""
             choices = _choices(get_type_hints(cls)[at[1]], str(error)) if at else ()
             allowed = f"; must be one of {', '.join(map(repr, choices))}" if choices else ""
             raise ConfigError(f"{source}: {got}{str(error).split(' - at ')[0]}{allowed}") from None

@@ -23,6 +23,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             "host" and "disk"; a Redis server has a limit of its own (`maxmemory`).
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
         url: of "redis": redis://, rediss:// or unix://.
+        password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed; "second" those that are computed for the second
             time, for a medium that wears out.
     """
@@ -31,6 +32,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     size: Annotated[int, Meta(ge=1, le=2**62)] | str | None = None
     path: str | None = None
     url: str | None = None
+    password_file: str | None = None
     write: Literal["all", "second"] = "all"
 
     def __post_init__(self) -> None:
@@ -42,5 +44,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f'type="{self.type}" needs {name}')
             if name != needed and given is not None:
                 raise ValueError(f'type="{self.type}" has no {name}; remove it')
+        if self.password_file is not None and self.type != "redis":
+            raise ValueError(f'type="{self.type}" has no password_file; remove it')
         if self.url is not None and not self.url.startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("url must start with redis://, rediss:// or unix://")  # it can contain a password
