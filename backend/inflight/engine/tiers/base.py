@@ -72,3 +72,6 @@ class KVBlocks(Protocol):
 
     def frames(self, blocks: Sequence[int]) -> list[memoryview]:
         """The blocks' memory, writable: layer after layer, within a layer in the order of `blocks`."""
+
+    def copy(self, blocks: Sequence[int]) -> memoryview:
+        """The same bytes in one buffer of their own; called in any thread."""

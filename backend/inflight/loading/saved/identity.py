@@ -28,7 +28,7 @@ from inflight.hub import CheckpointFileError, checkpoint_file
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.saved.cache_folder import CacheFolder
 
-__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "program_key"]
+__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "digest_of", "program_key"]
 
 FORMAT = 2  # of the keys and of the file
 DECISIVE = ("attention_backend", "block_size", "dtype", "head_bits", "kv_cache_dtype", "max_model_len", "quantization")
@@ -77,7 +77,7 @@ def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
             content = path.read_bytes() if path.is_file() else b""
             digest.update(msgspec.json.encode([path.name, hashlib.blake2b(content).hexdigest()]))
         for path in weights:
-            digest.update(msgspec.json.encode([path.name, _digest_of(path, cache)]))
+            digest.update(msgspec.json.encode([path.name, digest_of(path, cache)]))
     except OSError as error:
         raise CannotKeep(f"{config.model!r} cannot be read: {error}") from None
     return digest.hexdigest()
@@ -134,13 +134,15 @@ def _expect_all_beside(index: Path, names: set[str]) -> None:
         raise CannotKeep(f"{index.name} names files that are not beside it")
 
 
-def _digest_of(path: Path, cache: CacheFolder) -> bytes:
-    """XXH3-128 of a file's bytes, perhaps remembered."""
+def digest_of(path: Path, cache: CacheFolder | None) -> bytes:
+    """XXH3-128 of a file's bytes, perhaps remembered in `cache`."""
     real = path.resolve()
     note = f"{hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()}.digest"
     with real.open("rb", buffering=0) as file:
         stat = _stat(file.fileno())
-        with contextlib.suppress(msgspec.MsgspecError, OSError):
+        with contextlib.suppress(msgspec.MsgspecError, OSError, CannotKeep):
+            if cache is None:
+                raise CannotKeep("nothing is kept")
             remembered = msgspec.msgpack.decode(cache.read_note(note), type=_Remembered)
             if remembered.stat == stat:
                 return remembered.digest
