@@ -30,7 +30,7 @@ class PoolBlocks:
     def frames(self, blocks: Sequence[int]) -> list[memoryview]:
         """See `KVBlocks`; consecutive blocks are one buffer."""
         runs = list(_runs(blocks))
-        return [memoryview(pool[start:end].reshape(-1)) for pool in self._pools for start, end in runs]
+        return [pool[start:end].reshape(-1).data for pool in self._pools for start, end in runs]
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         copied = np.empty(len(blocks) * self.bytes_per_block, np.uint8)
@@ -40,7 +40,7 @@ class PoolBlocks:
                 size = (end - start) * pool.shape[1]
                 copied[at : at + size] = pool[start:end].reshape(-1)  # without the interpreter's lock
                 at += size
-        return memoryview(copied)
+        return copied.data
 
 
 def _pools(cache: KVCache) -> Iterator[np.ndarray]:

@@ -140,10 +140,9 @@ def digest_of(path: Path, cache: CacheFolder | None) -> bytes:
     note = f"{hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()}.digest"
     with real.open("rb", buffering=0) as file:
         stat = _stat(file.fileno())
-        with contextlib.suppress(msgspec.MsgspecError, OSError, CannotKeep):
-            if cache is None:
-                raise CannotKeep("nothing is kept")
-            remembered = msgspec.msgpack.decode(cache.read_note(note), type=_Remembered)
+        with contextlib.suppress(msgspec.MsgspecError, OSError):
+            content = b"" if cache is None else cache.read_note(note)
+            remembered = msgspec.msgpack.decode(content, type=_Remembered)
             if remembered.stat == stat:
                 return remembered.digest
         begun = time.time_ns()
@@ -151,7 +150,7 @@ def digest_of(path: Path, cache: CacheFolder | None) -> bytes:
         while count := file.readinto(buffer):
             state.update(buffer[:count])
         settled = max(stat[3:]) + _SETTLED_NS < begun
-        if settled and _stat(file.fileno()) == stat:
+        if cache is not None and settled and _stat(file.fileno()) == stat:
             cache.write_note(note, msgspec.msgpack.encode(_Remembered(stat, state.digest())))
         return state.digest()
 
