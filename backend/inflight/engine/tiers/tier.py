@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
+from inflight.engine.deltas import TierStats
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
@@ -111,6 +112,20 @@ class Tier:
     def extent_seconds(self, now: float) -> float:
         """Seconds that reading an extent takes; 0: never measured."""
         return max(self._extent_seconds, self.age(now))
+
+    def stats(self) -> TierStats:
+        """For metrics."""
+        with self._lock:
+            return TierStats(
+                tier=self.name,
+                is_open=self.is_open,
+                num_bytes=self.num_bytes,
+                load_seconds_total=self.load_seconds,
+                loaded_total=self.num_loaded,
+                stored_total=self.num_stored,
+                dropped_total=self.num_dropped,
+                errors_total={why: count for why, count in self.errors.items()},
+            )
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
         """How many of the leading `keys` it seems to have."""
