@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -54,13 +56,15 @@ class RedisServer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
 
-    def client(self) -> object:
-        import redis
-
-        return redis.Redis(port=self.port)
+    def client(self) -> Any:
+        return importlib.import_module("redis").Redis(port=self.port)
 
     def flush(self) -> None:
-        self.client().flushall()  # type: ignore[attr-defined]
+        self.client().flushall()
+
+    def size(self) -> int:
+        """Keys that it has."""
+        return int(self.client().dbsize())
 
     def stop(self) -> None:
         """As a machine that hangs: connections stay, and no answer comes."""
