@@ -18,15 +18,16 @@ from typing import Any, Literal, Protocol
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
-__all__ = ["LOADERS", "Tier", "Workers"]
+__all__ = ["Tier", "Workers"]
 
 _log = logging.getLogger(__name__)
 
-LOADERS = 2  # threads that read
+_LOADERS = 2  # threads that read
 _MOST_WRITES = 64  # that wait; more are dropped
 _MOST_ERRORS = 3  # in a row, until the store is left alone
 _OFF_SECONDS = 30.0
 _STALLED_SECONDS = 1.0  # a read that takes longer: no other one is begun
+_PATIENCE = 4.0  # a read that is late by a second is expected to be late by so many
 _AT_ONCE_SECONDS = 1e-3
 _SMOOTHING = 0.25
 _REMEMBERED = 2**17  # keys; about 20 MB
@@ -83,7 +84,7 @@ class Tier:
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
         self._errors_in_row, self._off_until = 0, float("-inf")
-        self._finds, self._loads = workers(1, f"{name}-find", 0), workers(LOADERS, f"{name}-load", 0)
+        self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
         self._writes = workers(1, f"{name}-write", _MOST_WRITES)
         self._kept: OrderedDict[bytes, bool] = OrderedDict()  # True: it has the extent; False: it was computed once
 
@@ -108,9 +109,10 @@ class Tier:
         began = list(self._began.values())
         return now - min(began) if began else 0.0
 
-    def extent_seconds(self, now: float) -> float:
-        """Seconds that reading an extent takes; 0: never measured."""
-        return max(self._extent_seconds, self.age(now))
+    def seconds(self, count: int) -> float:
+        """Until `count` extents are read; what was never measured takes no time, and what hangs takes ever longer."""
+        each = self._extent_seconds
+        return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
         """How many of the leading `keys` it seems to have."""
