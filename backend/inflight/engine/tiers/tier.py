@@ -186,12 +186,11 @@ class Tier:
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
-                self._count("torn")
+                self._count("torn", "an extent is gone or incomplete")
                 return False
             if not self._seal.is_of(seal, key, frames):
                 self.forget(key)
-                self._count("corrupt")
-                _log.warning("KV tier %s: what it has under %s is damaged, and is dropped", self.name, key.hex())
+                self._count("corrupt", "an extent was damaged, and is dropped")
                 self._store.drop(key)
                 return False
         except Exception as error:
@@ -231,17 +230,17 @@ class Tier:
         return self._clock() - start
 
     def _failed(self, error: Exception) -> None:
-        self._count(_why(error))
-        _log.warning("KV tier %s: %s: %s", self.name, type(error).__name__, error)
+        self._count(_why(error), f"{type(error).__name__}: {error}")
 
-    def _count(self, why: Why) -> None:
+    def _count(self, why: Why, what: str) -> None:
         with self._lock:
             self.errors[why] += 1
+            if self.errors[why] & (self.errors[why] - 1) == 0:  # the first, the second, the fourth
+                _log.warning("KV tier %s: %s (%d so far)", self.name, what, self.errors[why])
             self._errors_in_row += 1
             if self._errors_in_row >= _MOST_ERRORS:
                 self._off_until = self._clock() + _OFF_SECONDS
                 self._errors_in_row = _MOST_ERRORS - 1  # then one more error is enough
-                _log.warning("KV tier %s is off for %.0f s after several errors", self.name, _OFF_SECONDS)
 
 
 def _why(error: Exception) -> Why:
