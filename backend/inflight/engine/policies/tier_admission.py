@@ -26,7 +26,7 @@ __all__ = ["TierAdmission"]
 
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
-_UNMEASURED_SECONDS = 1e-4  # to compute a token, until a prompt of some length has been
+_UNMEASURED_SECONDS = 5e-4  # to compute a token on a CPU, until a prompt of some length has been
 _MEASURED_TOKENS = 64
 _LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
@@ -157,7 +157,7 @@ class TierAdmission(EngineListener):
                 if load is None:
                     break
                 visit.loads[extent] = load
-            elif load.is_adopted is not None:  # it failed, or was evicted again
+            elif load.is_adopted is False or (load.is_adopted and extent == first):  # it failed, or was evicted again
                 visit.end = extent
                 break
         missing = range(first, visit.end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from inflight.engine.tiers.tier import LOADERS, Tier
+from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 
@@ -72,9 +72,9 @@ class Loads:
             self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
 
     def seconds(self, tier: Tier, count: int) -> float:
-        """Until `count` more extents are there, after those in flight; 0 if it was never measured."""
+        """Until `count` more extents are there, after those in flight."""
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
-        return tier.extent_seconds(self.clock()) * -(-(ahead + count) // LOADERS)
+        return tier.seconds(ahead + count)
 
     def _end(self, load: ExtentLoad) -> None:
         hashes = load.chain[load.first : load.first + len(load.blocks)]

@@ -19,15 +19,16 @@ from inflight.engine.deltas import TierStats
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
-__all__ = ["LOADERS", "Tier", "Workers"]
+__all__ = ["Tier", "Workers"]
 
 _log = logging.getLogger(__name__)
 
-LOADERS = 2  # threads that read
+_LOADERS = 2  # threads that read
 _MOST_WRITES = 64  # that wait; more are dropped
 _MOST_ERRORS = 3  # in a row, until the store is left alone
 _OFF_SECONDS = 30.0
 _STALLED_SECONDS = 1.0  # a read that takes longer: no other one is begun
+_PATIENCE = 4.0  # a read that is late by a second is expected to be late by so many
 _AT_ONCE_SECONDS = 1e-3
 _SMOOTHING = 0.25
 _REMEMBERED = 2**17  # keys; about 20 MB
@@ -84,7 +85,7 @@ class Tier:
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
         self._errors_in_row, self._off_until = 0, float("-inf")
-        self._finds, self._loads = workers(1, f"{name}-find", 0), workers(LOADERS, f"{name}-load", 0)
+        self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
         self._writes = workers(1, f"{name}-write", _MOST_WRITES)
         self._kept: OrderedDict[bytes, bool] = OrderedDict()  # True: it has the extent; False: it was computed once
 
@@ -109,9 +110,10 @@ class Tier:
         began = list(self._began.values())
         return now - min(began) if began else 0.0
 
-    def extent_seconds(self, now: float) -> float:
-        """Seconds that reading an extent takes; 0: never measured."""
-        return max(self._extent_seconds, self.age(now))
+    def seconds(self, count: int) -> float:
+        """Until `count` extents are read; what was never measured takes no time, and what hangs takes ever longer."""
+        each = self._extent_seconds
+        return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
     def stats(self) -> TierStats:
         """For metrics."""
@@ -199,12 +201,11 @@ class Tier:
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
-                self._count("torn")
+                self._count("torn", "an extent is gone or incomplete")
                 return False
             if not self._seal.is_of(seal, key, frames):
                 self.forget(key)
-                self._count("corrupt")
-                _log.warning("KV tier %s: what it has under %s is damaged, and is dropped", self.name, key.hex())
+                self._count("corrupt", "an extent was damaged, and is dropped")
                 self._store.drop(key)
                 return False
         except Exception as error:
@@ -244,17 +245,17 @@ class Tier:
         return self._clock() - start
 
     def _failed(self, error: Exception) -> None:
-        self._count(_why(error))
-        _log.warning("KV tier %s: %s: %s", self.name, type(error).__name__, error)
+        self._count(_why(error), f"{type(error).__name__}: {error}")
 
-    def _count(self, why: Why) -> None:
+    def _count(self, why: Why, what: str) -> None:
         with self._lock:
             self.errors[why] += 1
+            if self.errors[why] & (self.errors[why] - 1) == 0:  # the first, the second, the fourth
+                _log.warning("KV tier %s: %s (%d so far)", self.name, what, self.errors[why])
             self._errors_in_row += 1
             if self._errors_in_row >= _MOST_ERRORS:
                 self._off_until = self._clock() + _OFF_SECONDS
                 self._errors_in_row = _MOST_ERRORS - 1  # then one more error is enough
-                _log.warning("KV tier %s is off for %.0f s after several errors", self.name, _OFF_SECONDS)
 
 
 def _why(error: Exception) -> Why:
