@@ -29,7 +29,7 @@ def prompt(seed: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def expected() -> dict[int, list[int]]:
-    """What the engine says without tiers, by the seed of the prompt."""
+    """The engine's answers without tiers, by the seed of the prompt."""
     params = [SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)] * 6
     offline = run(make_core(str(CHECKPOINT)), [prompt(seed) for seed in range(6)], params)
     return {seed: tokens(offline[seed, 0]) for seed in range(6)}

@@ -1,4 +1,4 @@
-"""What the metrics of KV tiers have to be raised by.  No torch."""
+"""Increments of the metrics of KV tiers.  No torch."""
 
 from __future__ import annotations
 

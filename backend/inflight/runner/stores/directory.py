@@ -138,7 +138,7 @@ class DirectoryStore:
             raise
 
     def _make(self, folder: str) -> None:
-        """Make a folder of keys and those that contain it.
+        """Make a folder of keys and the folders that contain it.
 
         Raises:
             PermissionError: someone else owns one or can write it.
@@ -205,7 +205,7 @@ def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _behind(buffers: Frames, count: int) -> list[memoryview]:
-    """What is left of buffers after their first `count` bytes."""
+    """The rest of buffers after their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[index + 1 :]]
