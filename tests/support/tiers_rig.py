@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -15,6 +16,8 @@ from inflight.engine import assembly
 from inflight.engine.core import EngineCore
 from inflight.engine.events import EngineListener
 from inflight.engine.integrity import check_core
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import Seal
@@ -95,6 +98,7 @@ class FaultyStore(MemoryStore):
 
     def __init__(self, faults: Iterable[str] = ()) -> None:
         super().__init__()
+        self.given: dict[bytes, bytes] = {}  # key -> the payload that it was to keep
         self._faults = iter(faults)
 
     def find(self, keys: Sequence[bytes]) -> int:
@@ -118,6 +122,7 @@ class FaultyStore(MemoryStore):
         return found and fault != "lose"
 
     def store(self, key: bytes, frames: Frames) -> bool:
+        self.given[key] = b"".join(frames[1:])
         fault = next(self._faults, "")
         if fault == "raise":
             raise OSError(28, "no space is left")
@@ -190,6 +195,16 @@ class TieredRig:
     def check(self) -> None:
         check_core(self.core)
         assert sorted(self.core.pool.reserved) == sorted(self.tiers.reserved)
+
+    def payloads(self, token_ids: Sequence[int], tenant: str = "") -> dict[bytes, bytes]:
+        """Key -> payload of all extents that a request with these tokens has."""
+        request = Request(0, token_ids, SamplingParams(max_tokens=1), tenant=tenant, cache_salts=("",))
+        size = self.tiers.extent_blocks
+        count = len(token_ids) // self.config.block_size // size
+        hashes = self.core.pool.hashes(request, count * size)[size - 1 : count * size : size]  # type: ignore[attr-defined]
+        tokens = array("i", token_ids).tobytes()
+        length = size * self.config.block_size * _INT
+        return {self.tiers.seal.key_of(each): tokens[n * length :][:length] for n, each in enumerate(hashes)}
 
     def run(self, num_tasks: int = 99, limit: int = 5000) -> None:
         """Step until nothing is left."""

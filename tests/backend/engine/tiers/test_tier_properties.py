@@ -74,7 +74,7 @@ def _serve(load, stores, arrivals):
     info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
     rig = TieredRig(info, load["extent_blocks"], stores, load["secret"], load["second"], **load["options"])
     rig.core.scheduler.policies.drafter = load["drafter"]
-    expected, aborts, aborted = {}, {}, set()
+    expected, aborts, aborted, sound = {}, {}, set(), {}
     steps = 0
 
     def step():
@@ -93,6 +93,7 @@ def _serve(load, stores, arrivals):
         params = add(rig.core, request_id, prompt, {"tenant": tenant, "arrival": rig.now}, max_tokens=max_tokens, n=n)
         answer = expected_output(prompt, params, info)
         expected.update({(request_id, index): answer for index in range(n)})
+        sound.update(rig.payloads([*prompt, *answer[0]], tenant))
         if len(prompt) + len(answer[0]) < 60:
             follow_ups.append((gap, [*prompt, *answer[0], 1], max_tokens, 1, None, tenant))
         if abort_after is not None:
@@ -108,5 +109,6 @@ def _serve(load, stores, arrivals):
             assert (rig.outputs[key], rig.reasons[key]) == answer
     rig.tiers.close()
     for one in stores:
-        one.is_closed = False
+        assert one.given.items() <= sound.items(), "a store was given what no request has computed"
+        one.given, one.is_closed = {}, False
     return follow_ups
