@@ -16,7 +16,7 @@ from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
 from inflight.engine.deltas import TierStats
-from inflight.engine.tiers.base import Frames, KVStore
+from inflight.engine.tiers.base import Frames, KVStore, TornError
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
 __all__ = ["Tier", "Workers"]
@@ -126,7 +126,7 @@ class Tier:
                 loaded_total=self.num_loaded,
                 stored_total=self.num_stored,
                 dropped_total=self.num_dropped,
-                errors_total={why: count for why, count in self.errors.items()},
+                errors_total={**self.errors},
             )
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
@@ -201,7 +201,6 @@ class Tier:
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
-                self._count("torn", "an extent is gone or incomplete")
                 return False
             if not self._seal.is_of(seal, key, frames):
                 self.forget(key)
@@ -259,6 +258,8 @@ class Tier:
 
 
 def _why(error: Exception) -> Why:
+    if isinstance(error, TornError):
+        return "torn"
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "full"
