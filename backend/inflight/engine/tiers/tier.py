@@ -75,7 +75,7 @@ class Tier:
     ) -> None:
         workers = workers or _Threads
         self.name = name
-        self.errors: Counter[Why] = Counter()
+        self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
         self._store = store
         self._seal = seal
@@ -126,7 +126,7 @@ class Tier:
                 loaded_total=self.num_loaded,
                 stored_total=self.num_stored,
                 dropped_total=self.num_dropped,
-                errors_total={**self.errors},
+                errors_total=dict(self.errors),
             )
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
@@ -267,7 +267,11 @@ def _why(error: Exception) -> Why:
 
 
 class _Threads:
-    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit."""
+    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
+
+    Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
+    lock, and the engine's thread with it.
+    """
 
     def __init__(self, count: int, name: str, most_tasks: int) -> None:
         self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = Queue(most_tasks)
