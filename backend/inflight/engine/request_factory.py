@@ -14,6 +14,7 @@ from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request, Status
 from inflight.engine.request_choice import RequestChoice, attach_choices
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
@@ -33,6 +34,7 @@ class ModelInfo(Protocol):
     choices: list[RequestChoice]
     grammars: Grammars | None
     whole_prompts: bool
+    tiers: Tiers | None
 
 
 def sequence_seed(seed: int, index: int) -> int:

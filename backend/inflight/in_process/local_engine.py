@@ -246,6 +246,8 @@ class LocalEngine:
             self._fail_all(f"{self.config.model} was closed")
             if self.chat is not None:
                 self.chat.close()
+            if self._info.tiers is not None:
+                self._info.tiers.close()
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 

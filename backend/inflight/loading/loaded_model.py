@@ -19,6 +19,7 @@ from inflight.device.step_hook import StepHook
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.request_choice import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case
 from inflight.loading.forward.forward_pass import ForwardPass
@@ -53,6 +54,7 @@ class CheckpointInfo:
         whole_prompts: a prompt is computed in one step, and no other request can use what was computed of it.
         graph_bytes: bytes that captured CUDA graphs take.
         pooler: vectors that the checkpoint can yield; known to a runner.
+        tiers: that keep KV beyond the pool; made for a runner.
     """
 
     max_model_len: int
@@ -71,6 +73,7 @@ class CheckpointInfo:
     whole_prompts: bool = False
     graph_bytes: int = 0
     pooler: PoolerFacts = field(default_factory=PoolerFacts)
+    tiers: Tiers | None = None
 
 
 @dataclass

@@ -49,6 +49,7 @@ def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineC
         kv_cache_memory=speculative.kv_cache_memory,
         num_gpu_blocks_override=None,
         swap_space=0,
+        kv_tiers=[],
         preemption_mode="recompute",
         async_scheduling=False,
         itl_target_ms=None,
