@@ -52,7 +52,7 @@ _FIXED: dict[str, _Fixed] = {
     ),
     "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
     "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records their steps"),
-    "enable_lora": _Fixed((False,), "adapters are not served; merge the adapter into the checkpoint"),
+    "enable_lora_bias": _Fixed((False,), "biases of adapters are not served; merge the adapter into the checkpoint"),
     "enable_prompt_embeds": _Fixed((False,), "prompts are text or token ids"),
     "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
     "num_scheduler_steps": _Fixed((1,), "every step is scheduled"),

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +47,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    LoadAdapter,
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
@@ -76,11 +78,18 @@ def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
     return engine.trace.snapshot().to_json()
 
 
-# The handler of each question.  It runs between two steps and returns plain data; its ValueError
-# explains what is wrong with the question.
+def _load_adapter(engine: Engine, question: LoadAdapter) -> Future[dict[str, Any]]:
+    if (adapters := engine.core.info.adapters) is None:
+        raise ValueError('LoRA is off: set "enable_lora": true in model.json and reload the model')
+    return adapters.load(question.ref)
+
+
+# The handler of each question.  It runs between two steps and returns plain data, or the future of it; the ValueError
+# of either explains what is wrong with the question.
 _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
     DumpTrace: _dump_trace,
     GetStats: lambda engine, question: engine_stats(engine.core),
+    LoadAdapter: _load_adapter,
 }
 
 
@@ -155,7 +164,9 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
             elif isinstance(message, AbortRequest):
                 _abort(engine, frontends, [message.request_id], message.index)
             elif isinstance(message, Ask):
-                sender.send(_answer(engine, message))
+                _answer(engine, message, sender, inbox)
+            elif isinstance(message, Answer):
+                sender.send(message)
             elif isinstance(message, Joined):
                 frontends.join(sender)
             elif isinstance(message, Left):
@@ -196,15 +207,32 @@ def _step(engine: Engine, frontends: Frontends) -> None:
         trace.sent(time.monotonic() - start)
 
 
-def _answer(engine: Engine, ask: Ask) -> Answer:
-    """The answer, or why there is none: a question never ends the engine."""
+def _answer(engine: Engine, ask: Ask, sender: Frontend, inbox: Inbox) -> None:
+    """Send the answer, or why there is none: a question never ends the engine.
+
+    The answer of another thread comes back through the inbox, since only this thread sends.
+    """
+    value: Future[Any] = Future()
     try:
-        return Answer(ask.question_id, _HANDLERS[type(ask.question)](engine, ask.question))
-    except ValueError as error:
-        return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
+        found = _HANDLERS[type(ask.question)](engine, ask.question)
     except Exception as error:
-        traceback.print_exc()
-        return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
+        value.set_exception(error)
+    else:
+        if isinstance(found, Future):
+            found.add_done_callback(lambda done: inbox.put((sender, _answer_of(ask, done))))
+            return
+        value.set_result(found)
+    sender.send(_answer_of(ask, value))
+
+
+def _answer_of(ask: Ask, value: Future[Any]) -> Answer:
+    error = value.exception()
+    if error is None:
+        return Answer(ask.question_id, value.result())
+    if isinstance(error, ValueError):
+        return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
+    traceback.print_exception(error)
+    return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
 def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:

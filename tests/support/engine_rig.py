@@ -20,6 +20,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine import assembly
+from inflight.engine.adapter import Adapters
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import TokenColumns
 from inflight.engine.events import DoneStep, EngineListener
@@ -44,6 +45,7 @@ class Info:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    adapters: Adapters | None = None
 
 
 def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:

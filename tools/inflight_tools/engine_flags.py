@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 from typer.core import TyperCommand
 
 from inflight.config import EngineConfig
@@ -75,5 +76,5 @@ def _setting(name: str, value: str | None, left: list[str]) -> list[str]:
 
 def _keys() -> dict[str, bool]:
     """Each key; True: it is on or off."""
-    own = {key: "bool" in str(EngineConfig.__annotations__[key]) for key in EngineConfig.__struct_fields__}
+    own = {field.name: "bool" in str(field.type) for field in msgspec.structs.fields(EngineConfig)}
     return {**option_names(), **own}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any, Protocol
+
 import msgspec
 
-__all__ = ["AdapterRef"]
+__all__ = ["AdapterRef", "Adapters"]
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -21,3 +24,22 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     id: str
     path: str
     rank: int
+
+
+class Adapters(Protocol):
+    """The adapters in a runner's memory, as admission sees them; all calls return at once."""
+
+    def outcome(self, ref: AdapterRef) -> str | None:
+        """ "" if requests can run with it; None while it is loaded, which this starts; else why it cannot be served."""
+
+    def hold(self, ref: AdapterRef) -> None:
+        """A sequence that `outcome` has answered "" about starts to run: the adapter stays until it is released."""
+
+    def release(self, ref: AdapterRef) -> None:
+        """A sequence that holds it no longer runs."""
+
+    def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
+        """Load it, if it is not loaded, ahead of requests; the result is the answer to `LoadAdapter`.
+
+        The future raises ValueError if it cannot be served.
+        """

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from inflight.engine.adapter import Adapters
 from inflight.engine.deltas import RequestFailed
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
@@ -32,6 +33,7 @@ class ModelInfo(Protocol):
     swap_seconds_per_block: float
     choices: list[RequestChoice]
     grammars: Grammars | None
+    adapters: Adapters | None
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.assembly import make_parts
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
@@ -46,6 +47,7 @@ class SimulatedInfo:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    adapters: Adapters | None = None
 
 
 class _Ticket(NamedTuple):
