@@ -23,6 +23,8 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_cpu_loras: maximum of adapters in memory; the ones used last stay. `None`: 32. It is also the maximum of
             different adapters that run at the same time; requests for one more wait.
         lora_dtype: dtype in which adapters are kept; "auto" is the model's, of which quantized weights have one, too.
+        lora_allowed_paths: folders from which the operator can load adapters while the model serves, besides those of
+            multi_lora.json. []: none.
     """
 
     enable_lora: bool = False
@@ -30,6 +32,7 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_lora_rank: Annotated[int, Meta(ge=1, le=4096)] = 16
     max_cpu_loras: _Count | None = None
     lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    lora_allowed_paths: list[str] = []
 
     @property
     def num_kept_adapters(self) -> int:
