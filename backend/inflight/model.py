@@ -29,7 +29,6 @@ import triton_python_backend_utils as pb_utils
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend import triton as bridge
-from inflight.frontend.adapters.adapter_control import adapter_controls
 from inflight.frontend.adapters.loader import AdapterLoader
 from inflight.frontend.adapters.peers import AdapterPeers
 from inflight.frontend.chat.chat_template import ChatTemplate
@@ -45,6 +44,7 @@ from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust
 from inflight.frontend.lifecycle.server_probe import ServerProbe
 from inflight.frontend.lifecycle.stub_beat import StubBeat
 from inflight.frontend.lifecycle.unload_detector import UnloadDetector
+from inflight.frontend.operator.adapter_control import adapter_controls
 from inflight.frontend.operator.adapter_metrics import AdapterMetrics
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control, control_of, relay

@@ -6,9 +6,8 @@ followed: each from the copy of the first one, whose content has a name of its o
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
+import secrets
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -40,7 +39,6 @@ class AdapterPeers:
         self._tell = tell
         self._num_others = num_others
         self._seconds = seconds
-        self._numbers = itertools.count(1)
         self._done: Counter[str] = Counter()
         self._changed = threading.Condition()  # guards the one above
         self._work: SimpleQueue[dict[str, Any] | None] = SimpleQueue()
@@ -56,7 +54,7 @@ class AdapterPeers:
 
     def tell(self, change: Mapping[str, Any]) -> int:
         """Have the others follow, and return how many have; waits for them, but not for long."""
-        key = f"{os.getpid()}.{next(self._numbers)}"
+        key = secrets.token_hex(8)
         with self._changed:
             self._done[key] = 0
             self._tell(json.dumps({"key": key, **change}))
