@@ -84,13 +84,14 @@ def _load_adapter(engine: Engine, question: LoadAdapter) -> Future[dict[str, Any
     return adapters.load(question.ref)
 
 
-# The handler of each question.  It runs between two steps and returns plain data, or the future of it; the ValueError
-# of either explains what is wrong with the question.
+# The handler of each question.  It runs between two steps and returns plain data; its ValueError
+# explains what is wrong with the question.
 _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
     DumpTrace: _dump_trace,
     GetStats: lambda engine, question: engine_stats(engine.core),
-    LoadAdapter: _load_adapter,
 }
+# The same for questions that steps need not wait for: what they return is done in another thread.
+_LATE_HANDLERS: dict[type, Callable[[Engine, Any], Future[Any]]] = {LoadAdapter: _load_adapter}
 
 
 def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
@@ -208,31 +209,28 @@ def _step(engine: Engine, frontends: Frontends) -> None:
 
 
 def _answer(engine: Engine, ask: Ask, sender: Frontend, inbox: Inbox) -> None:
-    """Send the answer, or why there is none: a question never ends the engine.
-
-    The answer of another thread comes back through the inbox, since only this thread sends.
-    """
-    value: Future[Any] = Future()
+    """Send the answer, or why there is none.  One that comes late passes through the inbox: only this thread sends."""
+    late = _LATE_HANDLERS.get(type(ask.question))
+    if late is None:
+        sender.send(_answer_of(ask, lambda: _HANDLERS[type(ask.question)](engine, ask.question)))
+        return
     try:
-        found = _HANDLERS[type(ask.question)](engine, ask.question)
+        value = late(engine, ask.question)
     except Exception as error:
+        value = Future()
         value.set_exception(error)
-    else:
-        if isinstance(found, Future):
-            found.add_done_callback(lambda done: inbox.put((sender, _answer_of(ask, done))))
-            return
-        value.set_result(found)
-    sender.send(_answer_of(ask, value))
+    value.add_done_callback(lambda done: inbox.put((sender, _answer_of(ask, done.result))))
 
 
-def _answer_of(ask: Ask, value: Future[Any]) -> Answer:
-    error = value.exception()
-    if error is None:
-        return Answer(ask.question_id, value.result())
-    if isinstance(error, ValueError):
+def _answer_of(ask: Ask, value: Callable[[], Any]) -> Answer:
+    """The answer, or why there is none: a question never ends the engine."""
+    try:
+        return Answer(ask.question_id, value())
+    except ValueError as error:
         return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
-    traceback.print_exception(error)
-    return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
+    except Exception as error:
+        traceback.print_exc()
+        return Answer(ask.question_id, error=("INTERNAL", f"{type(error).__name__}: {error}"))
 
 
 def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:

@@ -43,7 +43,7 @@ class AdapterContent:
 
     pairs: dict[str, Pair]
     scales: dict[str, float]
-    data: bytes
+    data: bytes | bytearray
 
 
 def describe_adapter(folder: str | Path, name: str, max_lora_rank: int) -> AdapterRef:
@@ -89,7 +89,7 @@ def _named(name: str) -> Iterator[None]:
         raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror or error}") from None
 
 
-def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[dict[str, Pair], dict[str, float], str, bytes]:
+def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[dict[str, Pair], dict[str, float], str, bytes | bytearray]:
     """Pairs, scales, id, and the bytes of the tensors if `keeps_data`.
 
     The header and the bytes come from one open file, whose digest is made of what was read: another process that

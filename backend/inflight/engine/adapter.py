@@ -27,19 +27,22 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Adapters(Protocol):
-    """The adapters in a runner's memory, as admission sees them; all calls return at once."""
+    """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
+
+    def reset(self) -> None:
+        """A new engine core: no sequence runs."""
+
+    def start(self, ref: AdapterRef) -> None:
+        """A request with it has arrived: load it, if there is room, even if that has failed before."""
 
     def outcome(self, ref: AdapterRef) -> str | None:
-        """ "" if requests can run with it; None while it is loaded, which this starts; else why it cannot be served."""
+        """"" if requests may start with it; None while they have to wait; else why it cannot be served."""
 
     def hold(self, ref: AdapterRef) -> None:
-        """A sequence that `outcome` has answered "" about starts to run: the adapter stays until it is released."""
+        """A sequence starts to run with it, for which `outcome` was "": it stays in memory until it is released."""
 
     def release(self, ref: AdapterRef) -> None:
-        """A sequence that holds it no longer runs."""
+        """A sequence that held it no longer runs."""
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
-        """Load it, if it is not loaded, ahead of requests; the result is the answer to `LoadAdapter`.
-
-        The future raises ValueError if it cannot be served.
-        """
+        """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

@@ -38,7 +38,7 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     """The parts of `EngineCore`; limits and shedding listen to the scheduler's events."""
     info = runner.info
     accounts, record = TenantAccounts(config), AdmissionRecord()
-    policies = make_policies(config, clock, info.grammars, runner.draft_runner, accounts, record)
+    policies = make_policies(config, clock, info.grammars, runner.draft_runner, accounts, record, info.adapters)
     pool = KVPool(info.num_blocks, config.block_size)
     limits = SchedulerLimits(config.max_num_seqs, config.step_tokens)
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)

@@ -112,6 +112,9 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
     message.params.validate(vocab_size=info.vocab_size)
     if message.params.grammar is not None and info.grammars is None:
         raise ValueError("structured output is not supported by this engine")
+    if message.attached is not None and message.attached.adapter is not None and info.adapters is None:
+        name = message.attached.adapter.name
+        raise ValueError(f'adapter {name!r}: LoRA is off; set "enable_lora": true in model.json and reload the model')
     if _pooling(message) is not None:
         _check_pooled(message)
     total = max_total_tokens(message.params, num_tokens, _longest(message, info))

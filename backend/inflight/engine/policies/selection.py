@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.engine.drafting.draft_model import DraftModel, DraftRunner, ModelGuesser
 from inflight.engine.drafting.drafter import DraftCounts, Drafter, Guesser
@@ -14,6 +15,7 @@ from inflight.engine.drafting.lookup_drafter import LookupGuesser
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.events import EngineListener
 from inflight.engine.host_swap import SwapSpace
+from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
@@ -42,6 +44,7 @@ def make_policies(
     draft_runner: DraftRunner | None = None,
     accounts: TenantAccounts | None = None,
     record: AdmissionRecord | None = None,
+    adapters: Adapters | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -51,6 +54,7 @@ def make_policies(
         draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
         accounts: of the tenants; None: new ones.
         record: receives admission's findings; None: they are not used.
+        adapters: that requests choose; a request waits until its own is loaded.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -65,6 +69,9 @@ def make_policies(
         drafter = forced = GrammarDrafter(grammars, drafter)
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
+    if adapters is not None:
+        admission = loaded = AdapterAdmission(admission, adapters)
+        listeners.append(loaded)
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
     budget = _make_budget(config, listeners)
     return Policies(

@@ -8,7 +8,7 @@ Whatever remains different (a multiplier) shows in the check at load, which comp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,9 +34,14 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class NativeDecoder:
-    """Called like the transformers model that it replaces, in a forward context of `CpuAttention`."""
+    """Called like the transformers model that it replaces, in a forward context of `CpuAttention`.
+
+    Attributes:
+        adapters: of the tokens of the next call; None: none has one.
+    """
 
     def __init__(self, tables: native.DecoderTables, attention: list[LayerAttention]) -> None:
+        self.adapters: native.StepAdapters | None = None
         self.tables = tables
         self.attention = attention  # owns the KV pool, whose address is in the tables
         self.dtype = tables.embedding.dtype
@@ -60,7 +65,9 @@ class NativeDecoder:
         if isinstance(logits_to_keep, int):
             logits_to_keep = torch.arange(input_ids.shape[1])[-logits_to_keep:]
         tokens = input_ids[0], position_ids[0]
-        logits, hidden = native.forward(self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep)
+        logits, hidden = native.forward(
+            self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep, self.adapters
+        )
         return SimpleNamespace(logits=logits[None], hidden=hidden)
 
 
@@ -142,8 +149,9 @@ def _pack(
         undone.append(together[1])
         return together[0]
 
+    paths = {module: path for path, module in model.named_modules()}
     tables = native.DecoderTables(
-        layers=[_layer_tables(layer, pack) for layer in decoder.layers],
+        layers=[_layer_tables(layer, pack, paths) for layer in decoder.layers],
         embedding=decoder.embedding.weight.data.clone(),  # so that nothing refers to the mapped file
         inverse_frequencies=angles.inverse_frequencies,
         rotary_scaling=angles.scaling,
@@ -162,7 +170,9 @@ def _pack(
     return NativeDecoder(tables, [layer.attention.layer for layer in decoder.layers]), undo
 
 
-def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> native.LayerTables:
+def _layer_tables(
+    layer: DecoderLayer, pack: Callable[..., PackedWeight], paths: Mapping[nn.Module, str]
+) -> native.LayerTables:
     attention, norms = layer.attention, layer.attention.norms
     assert isinstance(attention.layer.cache, CpuKVCache)
     return native.LayerTables(
@@ -176,6 +186,7 @@ def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> nat
         key_norm=None if norms is None else _floats(norms.key_weight),
         attention=attention.layer.cache.address,
         rotary=attention.rotary,
+        modules=[paths[linear] for linear in (*attention.qkv.linears, attention.output, *linears_of(layer.mlp))],
     )
 
 

@@ -1,0 +1,106 @@
+"""Adapters of a model that runs through transformers' modules: each linear layer adds what its rows' adapters add.
+
+A layer qualifies if the model calls it once in a forward pass, with all tokens: not an expert, which gets the tokens
+that are routed to it, and not the head.  What the layer computes is not touched; the rows that have adapters grow
+afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from inflight.loading.adapter_weights import Matrices
+from inflight.loading.forward.last_logits import KeepsLogits
+from inflight.loading.forward.packed_linear import PackedLinear
+from inflight.loading.quantization.coded_linear import CodedLinear
+
+__all__ = ["AdaptedModules"]
+
+
+class _Adapter(NamedTuple):
+    matrices: Mapping[str, Matrices]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.matrices.values())
+
+
+class AdaptedModules:
+    """Implements `AdaptedModel`.
+
+    Args:
+        model: transformers' module, whose linear layers may be packed or in codes.
+        dtype: of their inputs.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.layers: dict[str, tuple[int, int]] = {}
+        self._rows: list[tuple[_Adapter, Tensor]] = []
+        self._num_tokens = 0
+        module = _module_of(model)
+        head = module.get_output_embeddings()
+        for path, layer in module.named_modules():
+            sizes = _sizes(layer)
+            if sizes is None or layer is head or "experts" in path.split("."):
+                continue
+            self.layers[path] = sizes
+            layer.register_forward_hook(_Added(self, path))
+
+    def pack(self, matrices: Mapping[str, Matrices]) -> _Adapter:
+        return _Adapter(matrices)
+
+    def set_rows(self, adapters: Sequence[_Adapter | None], num_tokens: Sequence[int]) -> None:
+        tokens: dict[int, list[int]] = {}
+        of_id = {id(adapter): adapter for adapter in adapters if adapter is not None}
+        start = 0
+        for adapter, count in zip(adapters, num_tokens):
+            if adapter is not None:
+                tokens.setdefault(id(adapter), []).extend(range(start, start + count))
+            start += count
+        self._rows = [(of_id[key], torch.tensor(indices)) for key, indices in tokens.items()]
+        self._num_tokens = start
+
+    def add(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        """y [..., out_features], what the layer has computed of x [..., in_features], with what the adapters add."""
+        rows = [(adapter.matrices[path], indices) for adapter, indices in self._rows if path in adapter.matrices]
+        if not rows:
+            return y
+        inputs, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]).clone()
+        if len(inputs) != self._num_tokens:
+            raise RuntimeError(
+                f"{path} was called with {len(inputs)} rows in place of the step's {self._num_tokens} tokens: adapters "
+                "of this layer are not supported in this model"
+            )
+        for pair, indices in rows:
+            own = inputs[indices].to(pair.a.dtype)
+            outputs[indices] += ((own @ pair.a.t()) @ pair.b.t()).to(outputs.dtype)
+        return outputs.view(y.shape)
+
+
+class _Added:
+    """A forward hook of a linear layer."""
+
+    def __init__(self, adapted: AdaptedModules, path: str) -> None:
+        self._adapted, self._path = adapted, path
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self._adapted.add(self._path, inputs[0], output)
+
+
+def _module_of(model: Any) -> Any:
+    return model.model if isinstance(model, KeepsLogits) else model
+
+
+def _sizes(layer: Any) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None: it is something else."""
+    if isinstance(layer, Conv1D):
+        return layer.nx, layer.nf
+    if isinstance(layer, (nn.Linear, PackedLinear, CodedLinear)):
+        return layer.in_features, layer.out_features
+    return None
