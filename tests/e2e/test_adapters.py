@@ -1,6 +1,6 @@
 """LoRA adapters through a real tritonserver: vllm_backend's multi-LoRA tests, loads under traffic, replay.
 
-The engine is the fake one, which computes other tokens for each adapter, and only from files that are what they were.
+What adapters compute is compared with checkpoints that they are merged into, in float32.
 """
 
 from __future__ import annotations
@@ -14,66 +14,67 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fake_engine
 import numpy as np
-import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from adapter_folders import write_adapter
-from fake_repository import FAKE_CONFIG, fake_options
+from adapters import merged_checkpoint
+from checkpoints import greedy_reference
 from frontend_rig import demo_tokenizer
 from guarded_entry import KEY
-from model_entries import load, loaded, write_entry
-from processes_of import model_processes
+from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
+from processes_of import engine_process, slowed
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, gauges, post, wait_for
 
 from inflight.adapters.spec import describe_adapter
-from inflight.engine.adapter import AdapterRef
 from inflight_client import Client, InflightError
 from inflight_tools.launcher import TritonServer
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
 GREEDY = {"temperature": "0", "top_p": "1"}
-TWO = FAKE_CONFIG.replace("kind: KIND_CPU", "kind: KIND_CPU, count: 2")
+TWO = CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n"
+LONG = 160  # tokens of streams that are open while adapters are loaded
+NAMES = ("doll", "sheep", "other", "again", "volatile")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of adapters: `loras` is what operators may load from."""
     root = tmp_path_factory.mktemp("adapters")
-    for seed, name in enumerate(("doll", "sheep", "bactrian")):
-        write_adapter(root / "loras" / name, seed=seed, targets=["q_proj"])
+    for seed, name in enumerate(NAMES):
+        write_adapter(root / "originals" / name, seed=seed)
+    for name in ("doll", "sheep"):
+        shutil.copytree(root / "originals" / name, root / "loras" / name)
     return root
 
 
 @pytest.fixture(scope="module")
 def dressed(guarded: TritonServer, root: Path) -> Iterator[TritonServer]:
-    """The model `dressed` has two adapters; two stubs share its engine.  `bare` has LoRA off."""
-    options = fake_options(root) | {
-        "max_num_seqs": 64,
-        "spare_engine": True,
-        "lora_allowed_paths": [str(root / "loras")],
-    }
+    """The model `dressed` has two adapters; two stubs share its engine.  In `mine` LoRA is off."""
+    options = {"max_num_seqs": 64, "lora_allowed_paths": [str(root / "loras")]}
     entry = write_entry(guarded.repositories[-1], "dressed", TWO, enable_lora="true", **options)
-    shutil.copytree(root / "loras" / "doll", entry / "1" / "loras" / "doll")
+    shutil.copytree(root / "originals" / "doll", entry / "1" / "loras" / "doll")
     multi_lora = {"doll": "./loras/doll", "sheep": str(root / "loras" / "sheep")}
     (entry / "1" / "multi_lora.json").write_text(json.dumps(multi_lora))
-    write_entry(guarded.repositories[-1], "bare", FAKE_CONFIG, enable_lora="false", **options)
-    with loaded(guarded, "dressed", "bare") as server:
+    with loaded(guarded, "dressed") as server:
         yield server
 
 
-def ref(folder: Path) -> AdapterRef:
-    return describe_adapter(folder, "any", 4096)
-
-
-def expected(folder: Path | None, count: int = 16) -> list[int]:
-    return fake_engine.echo(TOKENIZER.encode(PROMPT), count, None if folder is None else ref(folder))
-
-
-def text_of(folder: Path | None) -> str:
-    return TOKENIZER.decode(expected(folder))
+@pytest.fixture(scope="module")
+def expected(root: Path) -> dict[str | None, list[int]]:
+    """The tokens of each adapter, and without one."""
+    prompt = TOKENIZER.encode(PROMPT)
+    found = {}
+    for name in (*NAMES, None):
+        checkpoint = str(CHECKPOINT)
+        if name is not None:
+            ref = describe_adapter(root / "originals" / name, name, 16)
+            checkpoint = merged_checkpoint(checkpoint, ref, root / "merged" / name)
+        (found[name],) = greedy_reference(checkpoint, [prompt], [LONG])
+    assert len({tuple(tokens[:16]) for tokens in found.values()}) == len(found)
+    return found
 
 
 @pytest.fixture
@@ -88,7 +89,12 @@ def ids(client: Client) -> dict[str, str]:
 
 
 def tokens(client: Client, **options: Any) -> list[int]:
-    return client.generate(PROMPT, max_tokens=16, **options).choices[0].token_ids
+    return client.generate(PROMPT, max_tokens=16, temperature=0, ignore_eos=True, **options).choices[0].token_ids
+
+
+def text_of(tokens: list[int]) -> str:
+    """What a request without a length gives."""
+    return TOKENIZER.decode(tokens[: tokens.index(0) if 0 in tokens[:16] else 16])
 
 
 # -- vllm_backend's ci/L0_multi_gpu_vllm/multi_lora ----------------------------------------------------
@@ -131,12 +137,11 @@ def generated(server: TritonServer, model: str, lora_name: str) -> dict[str, Any
     return dict(json.loads(answer))
 
 
-def test_multi_lora_requests(dressed: TritonServer, root: Path) -> None:
+def test_multi_lora_requests(dressed: TritonServer, expected: dict[str | None, list[int]]) -> None:
     for name in ("doll", "sheep"):
-        wanted = text_of(root / "loras" / name)
+        wanted = text_of(expected[name])
         assert asked(dressed, "dressed", name).as_numpy("text_output")[0].decode() == wanted
         assert generated(dressed, "dressed", name)["text_output"] == wanted
-    assert text_of(root / "loras" / "doll") != text_of(root / "loras" / "sheep") != text_of(None)
 
 
 def test_none_exist_lora(dressed: TritonServer) -> None:
@@ -148,12 +153,12 @@ def test_none_exist_lora(dressed: TritonServer) -> None:
 
 def test_lora_is_off(dressed: TritonServer) -> None:
     for name in ("doll", "bactrian"):
-        assert asked(dressed, "bare", name).message() == "LoRA feature is not enabled."
-        assert generated(dressed, "bare", name)["error"] == "LoRA feature is not enabled."
+        assert asked(dressed, "mine", name).message() == "LoRA feature is not enabled."
+        assert generated(dressed, "mine", name)["error"] == "LoRA feature is not enabled."
 
 
 def test_a_missing_or_wrong_file_is_the_error_of_the_load(dressed: TritonServer, root: Path) -> None:
-    entry = write_entry(dressed.repositories[-1], "broken", FAKE_CONFIG, enable_lora=True, **fake_options(root))
+    entry = write_entry(dressed.repositories[-1], "broken", enable_lora=True)
     with pytest.raises(InferenceServerException, match=f"Triton backend cannot find {entry}/1/multi_lora.json."):
         load(dressed, "broken")
     (entry / "1" / "multi_lora.json").write_text('{"doll": "/nowhere"}')
@@ -166,10 +171,12 @@ def test_a_missing_or_wrong_file_is_the_error_of_the_load(dressed: TritonServer,
 
 
 @pytest.mark.parametrize(("name", "value"), [("lora_task_id", 2), ("lora_id", 2)])
-def test_tensorrt_llms_numbers(dressed: TritonServer, root: Path, name: str, value: int) -> None:
-    body = {"text_input": PROMPT, "exclude_input_in_output": True, name: value}
+def test_tensorrt_llms_numbers(
+    dressed: TritonServer, expected: dict[str | None, list[int]], name: str, value: int
+) -> None:
+    body = {"text_input": PROMPT, "exclude_input_in_output": True, "temperature": 0, name: value}
     _, answer = post(f"http://{dressed.http_address}/v2/models/dressed/generate", body)
-    assert json.loads(answer)["text_output"] == text_of(root / "loras" / "sheep")
+    assert json.loads(answer)["text_output"] == text_of(expected["sheep"])
 
 
 def test_weights_in_a_request_are_refused(dressed: TritonServer) -> None:
@@ -193,9 +200,10 @@ def test_the_content_is_told_on_request(dressed: TritonServer, client: Client) -
         assert not any("lora_digest" in chunk for chunk in stream.answers["b"].chunks)
 
 
-def of_tokens(count: int) -> dict[str, Any]:
-    """The length as a sampling key: the streams of `wire` have no tensor for it."""
-    return {"sampling_parameters": {"max_tokens": count}}
+def options(count: int) -> dict[str, Any]:
+    """Of a stream of so many tokens."""
+    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
+    return {"stream": True, "return_token_ids": True, "sampling_parameters": sampling}
 
 
 # -- control -------------------------------------------------------------------------------------------
@@ -213,30 +221,32 @@ def test_loads_need_the_key(client: Client, root: Path) -> None:
     assert list(ids(client)) == ["doll", "sheep"]
 
 
-def test_load_reload_and_unload_under_traffic(dressed: TritonServer, client: Client, root: Path) -> None:
+def test_load_reload_and_unload_under_traffic(
+    dressed: TritonServer, client: Client, root: Path, expected: dict[str | None, list[int]]
+) -> None:
     """Open streams keep the content that they began with, on both stubs; new requests get the new one."""
-    folder = write_adapter(root / "loras" / "other", seed=10, targets=["q_proj"])
-    before = folder.with_name("before")
-    shutil.copytree(folder, before)
-    answer = control(client, "load_adapter", lora_name="other", lora_path=str(folder))
-    assert (answer["lora_id"], answer["instances"]) == (3, 2)
-    with GrpcStream(dressed.grpc_address, "dressed") as stream:
-        slow = {"stream": True, "return_token_ids": True, "tenant": "delay=0.02", **of_tokens(100)}
-        names = [f"s{k}" for k in range(8)]
+    folder = root / "loras" / "other"
+    shutil.copytree(root / "originals" / "other", folder)
+    first = control(client, "load_adapter", lora_name="other", lora_path=str(folder))
+    assert (first["lora_id"], first["instances"]) == (3, 2)
+    with GrpcStream(dressed.grpc_address, "dressed") as stream, slowed(engine_process(dressed, "dressed")):
+        names = [f"s{k}" for k in range(6)]
         for name in names:
-            stream.send(name, text_input=PROMPT, lora_name="other", **slow)
+            stream.send(name, text_input=PROMPT, lora_name="other", **options(LONG))
         wait_for(lambda: all(stream.answers[name].chunks for name in names))
-        write_adapter(folder, seed=11, targets=["q_proj"])
+        shutil.rmtree(folder)
+        shutil.copytree(root / "originals" / "again", folder)
         with pytest.raises(InflightError, match="has already been loaded"):
             control(client, "load_adapter", lora_name="other", lora_path=str(folder))
-        again = control(client, "load_adapter", lora_name="other", lora_path=str(folder), load_inplace=True)
-        assert again["replaced"] == answer["id"] != again["id"] and again["instances"] == 2
-        for _ in range(6):  # both stubs
-            assert tokens(client, adapter="other") == expected(folder)
+        second = control(client, "load_adapter", lora_name="other", lora_path=str(folder), load_inplace=True)
+        assert second["replaced"] == first["id"] != second["id"] and second["instances"] == 2
+        assert not any(stream.answers[name].finals for name in names)
+        for _ in range(4):  # both stubs
+            assert tokens(client, adapter="other") == expected["again"][:16]
         stream.wait(*names)
         for name in names:
             assert stream.answers[name].error is None
-            assert stream.answers[name].token_ids == expected(before, 100)
+            assert stream.answers[name].token_ids == expected["other"]
     control(client, "unload_adapter", lora_name="other")
     for _ in range(4):
         with pytest.raises(InflightError, match="LoRA other is not supported"):
@@ -244,9 +254,15 @@ def test_load_reload_and_unload_under_traffic(dressed: TritonServer, client: Cli
 
 
 def test_paths_are_the_operators_alone(client: Client, root: Path) -> None:
-    outside = write_adapter(root / "outside", targets=["q_proj"])
+    outside = root / "originals" / "doll"
     (root / "loras" / "link").symlink_to(outside)
-    for path in (outside, root / "loras" / ".." / "outside", root / "loras" / "link", "relative", "/proc/self/root"):
+    for path in (
+        outside,
+        root / "loras" / ".." / "originals" / "doll",
+        root / "loras" / "link",
+        "relative",
+        "/proc/self/root",
+    ):
         with pytest.raises(InflightError, match=r"lora_path=|leads out of the folders"):
             control(client, "load_adapter", lora_name="x", lora_path=str(path))
     with pytest.raises(InflightError, match="lora_path: a request cannot bring an adapter"):
@@ -259,13 +275,19 @@ def test_paths_are_the_operators_alone(client: Client, root: Path) -> None:
         (lambda folder: (folder / "adapter_config.json").write_text("{"), "adapter_config.json is not PEFT's"),
         (lambda folder: os.truncate(folder / "adapter_model.safetensors", 1000), "safetensors"),
         (lambda folder: (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin"), "is a pickle"),
-        (lambda folder: write_adapter(folder, rank=32, targets=["q_proj"]), "at most max_lora_rank=16"),
+        (
+            lambda folder: write_adapter(
+                folder,
+                rank=32,
+            ),
+            "at most max_lora_rank=16",
+        ),
         (lambda folder: write_adapter(folder, targets=["q_proj"], use_dora=True), "DoRA is not served"),
         (shutil.rmtree, "there is no folder"),
     ],
 )
 def test_a_damaged_adapter_is_refused_in_one_line_and_nothing_else_changes(
-    client: Client, root: Path, damage: Any, said: str
+    client: Client, root: Path, expected: dict[str | None, list[int]], damage: Any, said: str
 ) -> None:
     folder = write_adapter(root / "loras" / "damaged", targets=["q_proj"])
     damage(folder)
@@ -274,43 +296,38 @@ def test_a_damaged_adapter_is_refused_in_one_line_and_nothing_else_changes(
         control(client, "load_adapter", lora_name="damaged", lora_path=str(folder))
     assert said in caught.value.message and "damaged" in caught.value.message and "\n" not in caught.value.message
     assert ids(client) == before
-    assert tokens(client, adapter="doll") == expected(root / "loras" / "doll")
-
-
-def fake_engine_of(server: TritonServer, model: str) -> psutil.Process:
-    """The fork of the spare process: both have the same command line."""
-    fakes = [process for process in model_processes(server, model) if fake_engine.__file__ in process.cmdline()]
-    (engine,) = (process for process in fakes if process.ppid() in {fake.pid for fake in fakes})
-    return engine
+    assert tokens(client, adapter="doll") == expected["doll"][:16]
 
 
 # -- replay and metrics ----------------------------------------------------------------------------------
 
 
-def test_streams_of_all_adapters_survive_the_engine(dressed: TritonServer, client: Client, root: Path) -> None:
+def test_streams_of_all_adapters_survive_the_engine(
+    dressed: TritonServer, client: Client, root: Path, expected: dict[str | None, list[int]]
+) -> None:
     """Replayed with the bytes that were accepted, whatever has happened to the operator's folder meanwhile."""
-    folder = write_adapter(root / "loras" / "volatile", seed=20, targets=["q_proj"])
-    kept = folder.with_name("kept")
-    shutil.copytree(folder, kept)
+    folder = root / "loras" / "volatile"
+    shutil.copytree(root / "originals" / "volatile", folder)
     control(client, "load_adapter", lora_name="volatile", lora_path=str(folder))
-    folders = {"doll": root / "loras" / "doll", "sheep": root / "loras" / "sheep", "volatile": kept, None: None}
     with GrpcStream(dressed.grpc_address, "dressed") as stream:
-        sent = {}
-        for k in range(24):
-            name = list(folders)[k % 4]
-            adapter = {} if name is None else {"lora_name": name}
-            options = {"stream": True, "return_token_ids": True, "tenant": "delay=0.01", **of_tokens(80)}
-            stream.send(f"s{k}", text_input=PROMPT, **adapter, **options)
-            sent[f"s{k}"] = folders[name]
-        wait_for(lambda: all(stream.answers[key].chunks for key in sent))
-        os.truncate(folder / "adapter_model.safetensors", 0)
-        shutil.rmtree(folder)
-        control(client, "unload_adapter", lora_name="volatile")
-        fake_engine_of(dressed, "dressed").kill()
+        engine = engine_process(dressed, "dressed")
+        with slowed(engine):
+            sent = {}
+            for k in range(16):
+                name = ("doll", "sheep", "volatile", None)[k % 4]
+                stream.send(f"s{k}", text_input=PROMPT, **({"lora_name": name} if name else {}), **options(LONG))
+                sent[f"s{k}"] = name
+            wait_for(lambda: all(stream.answers[key].chunks for key in sent))
+            os.truncate(folder / "adapter_model.safetensors", 0)
+            shutil.rmtree(folder)
+            control(client, "unload_adapter", lora_name="volatile")
+            assert not any(stream.answers[key].finals for key in sent)
+            engine.kill()
+            engine.wait()
         stream.wait(*sent)
-        for key, its_folder in sent.items():
+        for key, name in sent.items():
             assert stream.answers[key].error is None
-            assert stream.answers[key].token_ids == expected(its_folder, 80)
+            assert stream.answers[key].token_ids == expected[name]
     assert gauges(dressed.metrics_address, "dressed")["inflight_requests_replayed_total"] == len(sent)
 
 
@@ -321,10 +338,9 @@ def test_metrics_of_adapters(dressed: TritonServer, client: Client) -> None:
             lines = response.read().decode().splitlines()
         return [line for line in lines if ('model="dressed"' in line and "lora" in line) or "adapter" in line]
 
-    with GrpcStream(dressed.grpc_address, "dressed") as stream:
-        options = {"stream": True, "tenant": "delay=0.05", **of_tokens(100)}
+    with GrpcStream(dressed.grpc_address, "dressed") as stream, slowed(engine_process(dressed, "dressed")):
         for k in range(4):
-            stream.send(f"s{k}", text_input=PROMPT, lora_name="sheep", **options)
+            stream.send(f"s{k}", text_input=PROMPT, lora_name="sheep", **options(LONG))
         wait_for(lambda: gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests") == 4)
         wait_for(lambda: any('running_lora_adapters="sheep"' in line and 'max_lora="32"' in line for line in shown()))
     wait_for(lambda: gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests") == 0)

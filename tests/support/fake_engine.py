@@ -21,7 +21,7 @@ With `--fork-server`, `$FAKE_ENGINE_THREADS` is the number of threads that it ha
 `$FAKE_ENGINE_NO_PIDFD` the system gives it no pidfd.  With `$FAKE_ENGINE_OUTDATED` it says that it is outdated, unless
 it was started with `--idle`.
 
-Imports nothing of the engine but its messages, its heartbeat, the fork server and what reads adapters.
+Imports nothing of the engine but its messages, its heartbeat and the fork server.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ from pathlib import Path
 
 import msgspec
 
-from inflight.adapters.spec import AdapterError, describe_adapter
 from inflight.config import EngineConfig
-from inflight.engine.adapter import AdapterRef
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.logprobs import Logprobs
@@ -55,7 +53,6 @@ from inflight.engine.messages import (
     Ask,
     EngineFailed,
     EngineReady,
-    LoadAdapter,
     Shutdown,
     StepMessage,
     decode_to_engine,
@@ -74,30 +71,10 @@ def orders(tenant: str) -> dict[str, str]:
     return dict(order.split("=", 1) for order in tenant.split(",") if "=" in order)
 
 
-def echo(prompt: list[int], count: int, adapter: AdapterRef | None = None) -> list[int]:
-    """The engine's output for a prompt: its tokens without special ones, over and over.
-
-    An adapter exchanges each of them for another one, which depends on its content.
-    """
+def echo(prompt: list[int], count: int) -> list[int]:
+    """The engine's output for a prompt: its tokens without special ones, over and over."""
     source = [token for token in prompt if token > 2] or [5]
-    shift = 0 if adapter is None else 1 + int(adapter.id[:8], 16) % (VOCAB_SIZE - 4)
-    source = [3 + (token - 3 + shift) % (VOCAB_SIZE - 3) for token in source]
     return [source[k % len(source)] for k in range(count)]
-
-
-def adapter_of(request: AddRequest) -> AdapterRef | None:
-    return None if request.attached is None else request.attached.adapter
-
-
-def damage(ref: AdapterRef | None) -> str | None:
-    """What the real engine would find when it loads the files, if it is not what they were."""
-    try:
-        found = None if ref is None else describe_adapter(ref.path, ref.name, 4096)
-    except AdapterError as error:
-        return str(error)
-    return (
-        None if found is None or ref is None or found.id == ref.id else f"adapter {ref.name!r}: its files have changed"
-    )
 
 
 def control() -> dict[str, str]:
@@ -111,7 +88,7 @@ class FakeSequence:
         self.index = index
         self.orders = orders(request.tenant)
         room = MAX_MODEL_LEN - len(request.prompt_token_ids)
-        self.tokens = echo(request.prompt_token_ids, min(request.params.max_tokens, room), adapter_of(request))
+        self.tokens = echo(request.prompt_token_ids, min(request.params.max_tokens, room))
         given = request.output_token_ids[index] if request.output_token_ids else []
         assert given is not None
         self.done = self.start = len(given)
@@ -174,11 +151,8 @@ class FakeEngine:
             return False
         if isinstance(message, AddRequest):
             code = orders(message.tenant).get("refuse")
-            damaged = damage(adapter_of(message))
             if code:
                 self.send(RequestFailed(message.request_id, code, f"refused with {code}"))
-            elif damaged:
-                self.send(RequestFailed(message.request_id, "UNAVAILABLE", damaged))
             else:
                 given = message.output_token_ids or [[]] * message.params.n
                 self.running += [FakeSequence(message, k) for k, tokens in enumerate(given) if tokens is not None]
@@ -203,10 +177,6 @@ class FakeEngine:
             os.kill(os.getpid(), signal.SIGKILL)
         if order == "error":
             self.send(Answer(ask.question_id, error=("INVALID_ARG", "told to refuse")))
-        elif isinstance(ask.question, LoadAdapter):
-            ref, damaged = ask.question.ref, damage(ask.question.ref)
-            value = {"name": ref.name, "id": ref.id, "rank": ref.rank}
-            self.send(Answer(ask.question_id, value, None if damaged is None else ("INVALID_ARG", damaged)))
         elif order != "never":
             self.send(Answer(ask.question_id, f"answer {ask.question_id}".encode()))
 
