@@ -157,12 +157,9 @@ def test_lora_is_off(dressed: TritonServer) -> None:
         assert generated(dressed, "mine", name)["error"] == "LoRA feature is not enabled."
 
 
-def test_a_missing_or_wrong_file_is_the_error_of_the_load(dressed: TritonServer, root: Path) -> None:
+def test_a_missing_file_is_the_error_of_the_load(dressed: TritonServer) -> None:
     entry = write_entry(dressed.repositories[-1], "broken", enable_lora=True)
     with pytest.raises(InferenceServerException, match=f"Triton backend cannot find {entry}/1/multi_lora.json."):
-        load(dressed, "broken")
-    (entry / "1" / "multi_lora.json").write_text('{"doll": "/nowhere"}')
-    with pytest.raises(InferenceServerException, match="adapter 'doll': there is no folder /nowhere"):
         load(dressed, "broken")
     shutil.rmtree(entry)
 
@@ -256,13 +253,8 @@ def test_load_reload_and_unload_under_traffic(
 def test_paths_are_the_operators_alone(client: Client, root: Path) -> None:
     outside = root / "originals" / "doll"
     (root / "loras" / "link").symlink_to(outside)
-    for path in (
-        outside,
-        root / "loras" / ".." / "originals" / "doll",
-        root / "loras" / "link",
-        "relative",
-        "/proc/self/root",
-    ):
+    hidden = root / "loras" / ".." / "originals" / "doll"
+    for path in (outside, hidden, root / "loras" / "link", "relative", "/proc/self/root"):
         with pytest.raises(InflightError, match=r"lora_path=|leads out of the folders"):
             control(client, "load_adapter", lora_name="x", lora_path=str(path))
     with pytest.raises(InflightError, match="lora_path: a request cannot bring an adapter"):

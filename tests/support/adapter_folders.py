@@ -1,4 +1,4 @@
-"""Writes LoRA adapters as PEFT does, for the demo model or another of llama's shape."""
+"""Writes LoRA adapters as PEFT does, for the demo model or another of llama's shape; no torch, unlike `adapters.py`."""
 
 from __future__ import annotations
 
