@@ -58,8 +58,8 @@ def describe_adapter(folder: str | Path, name: str, max_lora_rank: int) -> Adapt
     """
     folder = Path(folder)
     with _named(name):
-        pairs, _, file_id, _ = _read(folder, max_lora_rank, keeps_data=False)
-        return AdapterRef(name, file_id, str(folder), max(pair.rank for pair in pairs.values()))
+        content, content_id = _read(folder, max_lora_rank, keeps_data=False)
+        return AdapterRef(name, content_id, str(folder), max(pair.rank for pair in content.pairs.values()))
 
 
 def read_adapter(ref: AdapterRef, max_lora_rank: int) -> AdapterContent:
@@ -69,13 +69,13 @@ def read_adapter(ref: AdapterRef, max_lora_rank: int) -> AdapterContent:
         AdapterError: it cannot be served, or its files have changed.
     """
     with _named(ref.name):
-        pairs, scales, file_id, data = _read(Path(ref.path), max_lora_rank, keeps_data=True)
-        if file_id != ref.id:
+        content, content_id = _read(Path(ref.path), max_lora_rank, keeps_data=True)
+        if content_id != ref.id:
             raise AdapterError(
-                f"its files have changed: their digest is {file_id}, and {ref.id} was asked for; load it again under "
-                "its name, and never change the files of a loaded adapter"
+                f"its files have changed: their digest is {content_id}, not {ref.id}; load it again under its name, "
+                "and never change the files of a loaded adapter"
             )
-        return AdapterContent(pairs, scales, data)
+        return content
 
 
 @contextmanager
@@ -89,8 +89,8 @@ def _named(name: str) -> Iterator[None]:
         raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror or error}") from None
 
 
-def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[dict[str, Pair], dict[str, float], str, bytes | bytearray]:
-    """Pairs, scales, id, and the bytes of the tensors if `keeps_data`.
+def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[AdapterContent, str]:
+    """The content, whose data is empty unless `keeps_data`, and its id.
 
     The header and the bytes come from one open file, whose digest is made of what was read: another process that
     replaces it meanwhile changes nothing.
@@ -117,7 +117,7 @@ def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[dict[str,
         scales = _scales(pairs, config.matching(pairs), max_lora_rank)
         digest.update(start + header)
         data = _digested(file, num_bytes, digest, keeps_data)
-    return pairs, scales, digest.hexdigest(), data
+    return AdapterContent(pairs, scales, data), digest.hexdigest()
 
 
 def _scales(pairs: dict[str, Pair], wanted: dict[str, tuple[int, float]], max_lora_rank: int) -> dict[str, float]:

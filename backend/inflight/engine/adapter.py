@@ -36,7 +36,7 @@ class Adapters(Protocol):
         """A request with it has arrived: load it, if there is room, even if that has failed before."""
 
     def outcome(self, ref: AdapterRef) -> str | None:
-        """"" if requests may start with it; None while they have to wait; else why it cannot be served."""
+        """ "" if requests may start with it; None while they have to wait; else why it cannot be served."""
 
     def hold(self, ref: AdapterRef) -> None:
         """A sequence starts to run with it, for which `outcome` was "": it stays in memory until it is released."""

@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.assembly import make_core
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
@@ -33,6 +34,7 @@ from inflight.frontend.request.parser import NO_TEXT
 from inflight.frontend.request.pooled_prompts import PooledPlan, PooledPrompts
 from inflight.frontend.request.pooled_request import void_params
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.in_process.lora import AdapterReader, Adapters, LoRARequest
 from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_logprobs
 from inflight.in_process.params import SamplingParams, engine_params
 from inflight.in_process.pooled_calls import OpenVector
@@ -111,6 +113,7 @@ class LocalEngine:
         chat: the checkpoint's chat template.
         defaults: parameters of a request without any.
         pooled_prompts: checks and tokenises requests for vectors.
+        adapters: finds what `LoRARequest`s name.
 
     Raises:
         ConfigError, LoadError: the options or the checkpoint cannot be used.
@@ -138,6 +141,7 @@ class LocalEngine:
         self._info = self._runner.info
         # A short program would end before its weights are kept, each time; it waits no longer than it has loaded.
         atexit.register(wait_until_kept, self._info.load_seconds)
+        self.adapters = AdapterReader(self.config)
         self._limits = Limits(self.config, self._info.vocab_size)
         self._ids = itertools.count()
         self._pid = os.getpid()
@@ -161,6 +165,7 @@ class LocalEngine:
         params: Sequence[SamplingParams],
         advanced: Callable[[OpenRequest], None],
         priorities: Sequence[int] | None = None,
+        adapters: Adapters = None,
     ) -> list[OpenRequest]:
         """Queue requests: all, or none.
 
@@ -169,6 +174,7 @@ class LocalEngine:
             params: one for each.
             advanced: see `OpenRequest`.
             priorities: one for each, see `AddRequest`; None: all are 0.
+            adapters: one for all, or one for each.
 
         Raises:
             ValueError: a request cannot be served.
@@ -177,25 +183,29 @@ class LocalEngine:
         if not self._info.pooler.generates:
             raise ValueError(NO_TEXT)
         asked = []
-        for (text, token_ids), given, priority in zip(prompts, params, priorities or itertools.repeat(0)):
+        refs = self.adapters.refs(adapters, len(prompts))
+        for (text, token_ids), given, priority, ref in zip(prompts, params, priorities or itertools.repeat(0), refs):
             if not isinstance(given, SamplingParams):
                 raise ValueError(f"sampling_params of type {type(given).__name__}: give inflight.SamplingParams")
             sampling = engine_params(given, self.tokenizer, self._info.max_model_len - len(token_ids))
             self._limits.check_params(sampling)
-            asked.append((text, token_ids, sampling, priority))
+            asked.append((text, token_ids, sampling, priority, ref))
         added = self._in_turn(lambda: self._add_all(asked, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
 
-    def submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector]:
+    def submit_pooled(
+        self, plan: PooledPlan, advanced: Callable[[Any], None], adapter: LoRARequest | None = None
+    ) -> list[OpenVector]:
         """Queue the prompts of a plan: all, or none.
 
         Raises:
             ValueError: one cannot be served.
             RuntimeError: see `_in_turn`.
         """
-        added = self._in_turn(lambda: self._add_pooled(plan, advanced))
+        attached = Attached(pooling=plan.pooling, adapter=self.adapters.refs(adapter, 1)[0])
+        added = self._in_turn(lambda: self._add_pooled(plan, attached, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
@@ -321,16 +331,15 @@ class LocalEngine:
 
     def _add_all(
         self,
-        asked: Sequence[tuple[str | None, list[int], EngineParams, int]],
+        asked: Sequence[tuple[str | None, list[int], EngineParams, int, AdapterRef | None]],
         advanced: Callable[[OpenRequest], None],
     ) -> list[OpenRequest] | RequestFailed:
         requests: list[OpenRequest] = []
-        for text, token_ids, sampling, priority in asked:
+        for text, token_ids, sampling, priority, ref in asked:
             request_id = next(self._ids)
             wants_logprobs = sampling.logprobs is not None
-            request = ParsedRequest(
-                AddRequest(request_id, token_ids, sampling, priority), shows_logprobs=wants_logprobs
-            )
+            message = AddRequest(request_id, token_ids, sampling, priority, attached=Attached(adapter=ref))
+            request = ParsedRequest(message, shows_logprobs=wants_logprobs)
             refused = self.core.add_request(request.engine_request)
             if refused is not None:
                 self._end(requests)
@@ -343,10 +352,12 @@ class LocalEngine:
             requests.append(opened)
         return requests
 
-    def _add_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector] | RequestFailed:
+    def _add_pooled(
+        self, plan: PooledPlan, attached: Attached, advanced: Callable[[Any], None]
+    ) -> list[OpenVector] | RequestFailed:
         opened: list[OpenVector] = []
         for prompt in plan.prompts:
-            message = AddRequest(next(self._ids), prompt, void_params(), attached=Attached(pooling=plan.pooling))
+            message = AddRequest(next(self._ids), prompt, void_params(), attached=attached)
             refused = self.core.add_request(message)
             if refused is not None:
                 self._end(opened)

@@ -12,6 +12,7 @@ import numpy as np
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.pooled_prompts import Asked, PooledPlan, PooledPrompts
+from inflight.in_process.lora import LoRARequest
 from inflight.in_process.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -93,6 +94,7 @@ class PooledCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt.
 
@@ -100,13 +102,14 @@ class PooledCalls:
             prompts: one or several, see `Prompt`.
             use_tqdm: see `Progress`.
             instruction: put before each text: the name of one of the checkpoint's prompts, or a text.
+            lora_request: the adapter of all prompts; None: the checkpoint alone.
 
         Raises:
             ValueError: the checkpoint has no embeddings, or a prompt or parameter cannot be served; nothing has run.
             RequestError: a prompt failed in the engine.
             RuntimeError: as `LLM.generate`.
         """
-        rows, _ = self._pooled("embed", _texts(prompts), pooling_params, use_tqdm, instruction)
+        rows, _ = self._pooled("embed", _texts(prompts), pooling_params, use_tqdm, instruction, lora_request)
         return [EmbeddingRequestOutput(*row.common, EmbeddingOutput(row.values)) for row in rows]
 
     def classify(
@@ -115,13 +118,14 @@ class PooledCalls:
         *,
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each class for each prompt.
 
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        rows, labels = self._pooled("classify", _texts(prompts), pooling_params, use_tqdm)
+        rows, labels = self._pooled("classify", _texts(prompts), pooling_params, use_tqdm, None, lora_request)
         return [
             ClassificationRequestOutput(
                 *row.common, ClassificationOutput(row.values), labels[int(np.argmax(row.values))]
@@ -138,6 +142,7 @@ class PooledCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` matches that of `data_1` in its place, or the only one.
 
@@ -153,7 +158,7 @@ class PooledCalls:
         if len(ones) != len(others):
             raise ValueError(f"{len(ones)} texts, but {len(others)} to compare with: give one, or as many")
         pairs = [list(pair) for pair in zip(ones, others)]
-        rows, _ = self._pooled("score", pairs, pooling_params, use_tqdm, instruction)
+        rows, _ = self._pooled("score", pairs, pooling_params, use_tqdm, instruction, lora_request)
         return [ScoringRequestOutput(*row.common, ScoringOutput(row.values[0])) for row in rows]
 
     def rerank(
@@ -165,6 +170,7 @@ class PooledCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[RerankResult]:
         """The documents that match the query best, best first.
 
@@ -177,7 +183,14 @@ class PooledCalls:
         if top_n is not None and top_n < 1:
             raise ValueError(f"top_n={top_n}: must be at least 1")
         documents = [documents] if isinstance(documents, str) else list(documents)
-        scored = self.score(query, documents, pooling_params=pooling_params, use_tqdm=use_tqdm, instruction=instruction)
+        scored = self.score(
+            query,
+            documents,
+            pooling_params=pooling_params,
+            use_tqdm=use_tqdm,
+            instruction=instruction,
+            lora_request=lora_request,
+        )
         found = [RerankResult(i, documents[i], output.outputs.score) for i, output in enumerate(scored)]
         return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
 
@@ -187,7 +200,8 @@ class PooledCalls:
         inputs: list[Any],
         params: PoolingParams | None,
         use_tqdm: Progress,
-        instruction: str | None = None,
+        instruction: str | None,
+        adapter: LoRARequest | None,
     ) -> tuple[list[_Row], list[str]]:
         params = params or PoolingParams()
         is_embedding = task == "embed"
@@ -206,10 +220,13 @@ class PooledCalls:
         except RequestError as error:
             raise ValueError(error.message) from None
         advanced: deque[Any] = deque()
-        opened: list[OpenVector] = self._wait_for(self._submit_pooled(plan, advanced.append), advanced, use_tqdm)
+        submitted = self._submit_pooled(plan, advanced.append, adapter)
+        opened: list[OpenVector] = self._wait_for(submitted, advanced, use_tqdm)
         return _rows(plan, opened), plan.labels
 
-    def _submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[Any]:
+    def _submit_pooled(
+        self, plan: PooledPlan, advanced: Callable[[Any], None], adapter: LoRARequest | None
+    ) -> list[Any]:
         raise NotImplementedError
 
     def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:

@@ -63,7 +63,7 @@ def _path(name: str, module: str, key: str, layers: Mapping[str, tuple[int, int]
         if path in layers:
             return path
     last = module.rsplit(".", 1)[-1]
-    if "experts" in module.split(".") or last in ("gate_up_proj", "down_proj") and "mlp.experts" in module:
+    if "experts" in module.split("."):
         raise AdapterError(f"adapter {name!r}: {key} adapts experts, which is not served; merge it into the checkpoint")
     same = sorted(path for path in layers if path.rsplit(".", 1)[-1] == last)
     known = same or sorted({path.rsplit(".", 1)[-1] for path in layers})

@@ -24,6 +24,8 @@ from inflight.engine.adapter import AdapterRef
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.adapter_weights import adapter_matrices
+from inflight.loading.check.cases import Case
+from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
 
@@ -224,7 +226,7 @@ class AdapterRows:
         self._forget_ended(out)
 
     def _forget_ended(self, out: SchedulerOutput) -> None:
-        """Rows that have ended keep no adapter in memory.  One that has just ended can still be in a step made ahead."""
+        """Rows that have ended keep no adapter in memory; one that has just ended can be in a step made ahead."""
         slots = set(out.slots)
         for slot, entry in list(self._of_slot.items()):
             if slot not in slots and (entry is None or not entry.num_held):
@@ -247,7 +249,7 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
             f'enable_lora=True with device "{loaded.device.type}": adapters are served on CPUs; merge the adapter into '
             'the checkpoint, or set device to "cpu"'
         )
-    model = adapted_model(loaded.model, loaded.dtype)
+    model = adapted_model(loaded.model, loaded.dtype, lambda: _run_a_few(config, loaded))
     wanted = {"auto": model.dtype}.get(config.lora_dtype) or getattr(torch, config.lora_dtype)
     if wanted != model.dtype:
         raise ConfigError(
@@ -258,6 +260,13 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
     loaded.info.adapters = table
     loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
     return [AdapterRows(table, model)]
+
+
+def _run_a_few(config: EngineConfig, loaded: LoadedModel) -> int:
+    """One pass of the model over a few tokens, in the first blocks of the pool."""
+    case = Case([0, 1, 2], 0)
+    paged_logits(loaded.model, loaded.backend, [case], config.block_size, loaded.device, loaded.hooks)
+    return len(case.token_ids)
 
 
 def _facts(ref: AdapterRef) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -42,10 +42,14 @@ class AdaptedModel(Protocol):
         """
 
 
-def adapted_model(model: Any, dtype: torch.dtype) -> AdaptedModel:
-    """How `model`, on a CPU, runs rows with adapters; it computes the same as before for the others."""
+def adapted_model(model: Any, dtype: torch.dtype, trial: Callable[[], int]) -> AdaptedModel:
+    """How `model`, on a CPU, runs rows with adapters; it computes the same as before for the others.
+
+    Args:
+        trial: runs the model over a few tokens, before the first request, and returns how many.
+    """
     if isinstance(model, NativeDecoder):
         return NativeAdapters(model)
     from inflight.loading.forward.adapted_modules import AdaptedModules  # imports transformers
 
-    return AdaptedModules(model, dtype)
+    return AdaptedModules(model, dtype, trial)

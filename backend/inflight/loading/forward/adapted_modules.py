@@ -1,13 +1,13 @@
 """Adapters of a model that runs through transformers' modules: each linear layer adds what its rows' adapters add.
 
-A layer qualifies if the model calls it once in a forward pass, with all tokens: not an expert, which gets the tokens
-that are routed to it, and not the head.  What the layer computes is not touched; the rows that have adapters grow
-afterwards.
+A layer can have an adapter if a trial shows that the model calls it with all tokens: not an expert, which gets the
+tokens that are routed to it, not a layer whose weight the model reads by itself, and not the head.  What a layer
+computes is not touched; the rows that have adapters grow afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,21 +36,20 @@ class AdaptedModules:
     Args:
         model: transformers' module, whose linear layers may be packed or in codes.
         dtype: of their inputs.
+        trial: runs the model over a few tokens, and returns how many.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, trial: Callable[[], int]) -> None:
         self.dtype = dtype
-        self.layers: dict[str, tuple[int, int]] = {}
         self._rows: list[tuple[_Adapter, Tensor]] = []
         self._num_tokens = 0
         module = _module_of(model)
         head = module.get_output_embeddings()
-        for path, layer in module.named_modules():
-            sizes = _sizes(layer)
-            if sizes is None or layer is head or "experts" in path.split("."):
-                continue
-            self.layers[path] = sizes
-            layer.register_forward_hook(_Added(self, path))
+        linears = {path: layer for path, layer in module.named_modules() if layer is not head and _is_linear(layer)}
+        called = _called_with_all(linears, trial)
+        self.layers: Mapping[str, tuple[int, int]] = {path: _sizes(linears[path]) for path in called}
+        for path in called:
+            linears[path].register_forward_hook(_Added(self, path))
 
     def pack(self, matrices: Mapping[str, Matrices]) -> _Adapter:
         return _Adapter(matrices)
@@ -73,10 +72,7 @@ class AdaptedModules:
             return y
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]).clone()
         if len(inputs) != self._num_tokens:
-            raise RuntimeError(
-                f"{path} was called with {len(inputs)} rows in place of the step's {self._num_tokens} tokens: adapters "
-                "of this layer are not supported in this model"
-            )
+            raise RuntimeError(f"{path} was called with {len(inputs)} rows in place of {self._num_tokens} tokens")
         for pair, indices in rows:
             own = inputs[indices].to(pair.a.dtype)
             outputs[indices] += ((own @ pair.a.t()) @ pair.b.t()).to(outputs.dtype)
@@ -97,10 +93,27 @@ def _module_of(model: Any) -> Any:
     return model.model if isinstance(model, KeepsLogits) else model
 
 
-def _sizes(layer: Any) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer; None: it is something else."""
-    if isinstance(layer, Conv1D):
-        return layer.nx, layer.nf
-    if isinstance(layer, (nn.Linear, PackedLinear, CodedLinear)):
-        return layer.in_features, layer.out_features
-    return None
+def _called_with_all(layers: Mapping[str, nn.Module], trial: Callable[[], int]) -> list[str]:
+    """The layers that every call of the trial gives all tokens, by position."""
+    rows: dict[str, set[int]] = {}
+
+    def noted(path: str) -> Callable[..., None]:
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rows.setdefault(path, set()).add(inputs[0].numel() // inputs[0].shape[-1] if inputs else 0)
+
+        return note
+
+    handles = [layer.register_forward_pre_hook(noted(path)) for path, layer in layers.items()]
+    num_tokens = trial()
+    for handle in handles:
+        handle.remove()
+    return [path for path in layers if rows.get(path) == {num_tokens}]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, PackedLinear, CodedLinear, Conv1D))
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)

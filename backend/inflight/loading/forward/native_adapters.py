@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -21,29 +21,29 @@ class NativeAdapters:
     def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder
         self.dtype = decoder.dtype
-        self.layers: dict[str, tuple[int, int]] = {}
+        found: dict[str, tuple[int, int]] = {}
+        self.layers: Mapping[str, tuple[int, int]] = found
         # Of each projection: its weight, and the paths of its layers with their first features.
         self._projections: list[tuple[PackedWeight, list[tuple[str, int]]]] = []
         for layer in decoder.tables.layers:
             paths = iter(layer.modules)
             for weight in layer.projections:
-                self._projections.append((weight, self._layers_of(weight, paths)))
-
-    def _layers_of(self, weight: PackedWeight, paths: Iterator[str]) -> list[tuple[str, int]]:
-        found, start = [], 0
-        part: PackedWeight | None = weight
-        while part is not None:
-            for size, path in zip(part.sizes, paths):
-                found.append((path, start))
-                self.layers[path] = weight.in_features, size
-                start += size
-            part = part.further
-        return found
+                starts, start = [], 0
+                for size, path in zip(
+                    _sizes(weight), paths
+                ):  # in this order: at its end, zip has taken one more of the first
+                    starts.append((path, start))
+                    found[path] = weight.in_features, size
+                    start += size
+                self._projections.append((weight, starts))
 
     def pack(self, matrices: Mapping[str, Matrices]) -> PackedAdapter:
         return PackedAdapter(
             [
-                (weight, [LowRank(start, matrices[path].a, matrices[path].b) for path, start in layers if path in matrices])
+                (
+                    weight,
+                    [LowRank(start, matrices[path].a, matrices[path].b) for path, start in layers if path in matrices],
+                )
                 for weight, layers in self._projections
             ]
         )
@@ -56,3 +56,8 @@ class NativeAdapters:
         of_row = torch.tensor([0 if adapter is None else adapter.address for adapter in adapters])
         of_token = of_row.repeat_interleave(torch.tensor(num_tokens))
         self._decoder.adapters = StepAdapters(of_token, max(adapter.inner for adapter in used), used)
+
+
+def _sizes(weight: PackedWeight) -> list[int]:
+    """Outputs of the layers of a projection."""
+    return [*weight.sizes, *([] if weight.further is None else _sizes(weight.further))]
