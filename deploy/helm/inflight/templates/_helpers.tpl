@@ -122,10 +122,18 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end }}
 
+{{/* Not empty: the model has a multi_lora.json. */}}
+{{- define "inflight.hasAdapters" -}}
+{{- if or .Values.model.adapters (eq (toString .Values.model.settings.enable_lora) "true") }}yes{{ end }}
+{{- end }}
+
 {{- define "inflight.modelJson" -}}
 {{- $own := dict "model" (include "inflight.checkpoint" .) "drain_timeout" .Values.drain.seconds }}
 {{- if and (eq .Values.model.source "hub") .Values.model.hub.revision }}
 {{- $_ := set $own "revision" .Values.model.hub.revision }}
+{{- end }}
+{{- if and .Values.model.adapters (not (hasKey .Values.model.settings "enable_lora")) }}
+{{- $_ := set $own "enable_lora" true }}
 {{- end }}
 {{- range $key, $_ := .Values.model.settings }}
 {{- if hasKey $own $key }}
@@ -137,7 +145,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 
 {{/* Equal for pods that give the same answers: they may go on with each other's streams. */}}
 {{- define "inflight.peers" -}}
-{{- printf "%s %s" (include "inflight.modelJson" .) (include "inflight.image" .) | sha256sum | trunc 8 }}
+{{- $adapters := ternary (toJson .Values.model.adapters) "" (not (empty .Values.model.adapters)) }}
+{{- printf "%s %s%s" (include "inflight.modelJson" .) (include "inflight.image" .) $adapters | sha256sum | trunc 8 }}
 {{- end }}
 
 {{/* The host name of such pods of a Deployment: a part of their address behind the headless Service, whose name stays. */}}
