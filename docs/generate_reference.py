@@ -150,11 +150,16 @@ def _prose(text: str) -> str:
 
 def commands() -> str:
     group: Any = typer.main.get_command(app)
-    parts = [_COMMANDS]
+    return "\n".join([_COMMANDS, *_commands("inflight", group)])
+
+
+def _commands(before: str, group: Any) -> Iterator[str]:
+    """The commands of a group, and those of the groups in it."""
     for name, command in sorted(group.commands.items()):
-        if not command.hidden:
-            parts.append(_command(f"inflight {name}", command))
-    return "\n".join(parts)
+        if hasattr(command, "commands"):
+            yield from _commands(f"{before} {name}", command)
+        elif not command.hidden:
+            yield _command(f"{before} {name}", command)
 
 
 def _command(name: str, command: Any) -> str:

@@ -34,6 +34,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "max_lora_rank": {"enable_lora": True, "max_lora_rank": 9},
     "max_cpu_loras": {"enable_lora": True, "max_cpu_loras": 3},
     "lora_dtype": {"enable_lora": True, "lora_dtype": "float32"},
+    "lora_allowed_paths": {"enable_lora": True, "lora_allowed_paths": ["/loras"]},
     "model": {},
     "tokenizer": {"tokenizer": DEMO},
     "revision": {"revision": "main"},
