@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from inflight.kernel_config import KernelConfig
 from inflight.kv_tiers_config import KVTier
+from inflight.lora_options import LoraOptions
 from inflight.pooler_config import HfOverrides, PoolerConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
@@ -128,7 +129,7 @@ class PriorityClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_size: _PositiveInt
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All options of the engine.  Frozen; unknown keys are errors.
 
     Attributes:

@@ -24,6 +24,7 @@ _RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
 # vLLM's values of options that both have, and this engine's.
 SPELLINGS: dict[str, dict[Any, str]] = {
     "async_scheduling": {None: "auto"},  # vLLM's default
+    "enable_lora": {None: "false"},
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto", "bitsandbytes": "auto", "gguf": "auto"},
@@ -52,7 +53,7 @@ _FIXED: dict[str, _Fixed] = {
     ),
     "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
     "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records their steps"),
-    "enable_lora": _Fixed((False,), "adapters are not served; merge the adapter into the checkpoint"),
+    "enable_lora_bias": _Fixed((False,), "biases of adapters are not served; merge the adapter into the checkpoint"),
     "enable_prompt_embeds": _Fixed((False,), "prompts are text or token ids"),
     "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
     "num_scheduler_steps": _Fixed((1,), "every step is scheduled"),
@@ -74,6 +75,8 @@ _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
     "disable_log_requests",  # requests are never logged
     "distributed_executor_backend",
+    "fully_sharded_loras",
+    "lora_extra_vocab_size",  # adapters with embeddings are refused
     "max_context_len_to_capture",
     "max_parallel_loading_workers",
     "max_seq_len_to_capture",

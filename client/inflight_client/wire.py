@@ -88,6 +88,12 @@ def _scheduling_fields(request: GenerationRequest) -> Iterator[tuple[str, str, A
         yield "tenant", "BYTES", request.tenant
     if request.cache_salt is not None:
         yield "cache_salt", "BYTES", request.cache_salt
+    if request.adapter is not None:
+        yield "lora_name", "BYTES", request.adapter
+    if request.return_adapter_digest:
+        yield "return_lora_digest", "BOOL", True
+    if request.adapter_digest is not None:
+        yield "lora_digest", "BYTES", request.adapter_digest
 
 
 def _microseconds(seconds: float) -> int:

@@ -32,6 +32,12 @@ from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, load, ready, version
 from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.input_tokens import InputTokensBody, input_tokens
+from inflight_gateway.lora_adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
@@ -111,6 +117,10 @@ _ENDPOINTS = (
     _Endpoint("/classify", classify, "The same as /v1/classify", ClassifyBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
+    _Endpoint("/v1/load_lora_adapter", load_lora_adapter, "Load a LoRA adapter, with the admin key", LoadAdapterBody),
+    _Endpoint(
+        "/v1/unload_lora_adapter", unload_lora_adapter, "Unload a LoRA adapter, with the admin key", UnloadAdapterBody
+    ),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
     _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody, ollama_error),

@@ -163,8 +163,12 @@ def test_an_entry_of_vllm_backend_sends_every_token(
 
 def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:
     for key, value, message in [
-        ("enable_lora", True, "enable_lora=True is not supported: .*merge the adapter"),
-        ("enable_lora", "True", "enable_lora='True' is not supported"),
+        ("enable_lora_bias", True, "enable_lora_bias=True is not supported: .*merge the adapter"),
+        ("enable_lora_bias", "True", "enable_lora_bias='True' is not supported"),
+        ("enable_lora", "maybe", "enable_lora='maybe': Expected `bool`"),
+        ("max_lora_rank", 0, "max_lora_rank=0: Expected `int` >= 1"),
+        ("max_cpu_loras", 0, "max_cpu_loras=0: Expected `int` >= 1"),
+        ("lora_dtype", "int8", "lora_dtype='int8': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2 .*one device; omit it or set it to 1"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill=False .*raise it; omit it or set it to true"),
         ("tokenizer_mode", "mistral", "tokenizer_mode='mistral'"),

@@ -17,6 +17,7 @@ SEAMS = [
 DATA = {
     "AbortRequest",
     "AddRequest",
+    "Answer",
     "Ask",
     "Exception",
     "Joined",

@@ -29,6 +29,12 @@ DEMO = str(ROOT / "model_repository/demo/1/checkpoint")
 
 # Each option with another value than its default, and with options that it needs.
 OTHER: dict[str, dict[str, Any]] = {
+    "enable_lora": {"enable_lora": True},
+    "max_loras": {"enable_lora": True, "max_loras": 3},
+    "max_lora_rank": {"enable_lora": True, "max_lora_rank": 9},
+    "max_cpu_loras": {"enable_lora": True, "max_cpu_loras": 3},
+    "lora_dtype": {"enable_lora": True, "lora_dtype": "float32"},
+    "lora_allowed_paths": {"enable_lora": True, "lora_allowed_paths": ["/loras"]},
     "model": {},
     "tokenizer": {"tokenizer": DEMO},
     "revision": {"revision": "main"},
@@ -185,7 +191,7 @@ def test_every_option_builds_the_same_engine_served_and_in_process(monkeypatch: 
     for module in (local_engine, pipeline):
         monkeypatch.setattr(module, "make_runner", make_hash_runner)
     default = None
-    for name, options in OTHER.items():
+    for name, options in sorted(OTHER.items(), key=lambda item: item[0] != "model"):
         engine = served(options)
         if name in ("download_dir", "otlp_traces_endpoint"):
             with pytest.raises(ConfigError, match=rf"{name} is for .*Triton"):

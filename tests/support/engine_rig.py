@@ -20,6 +20,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine import assembly
+from inflight.engine.adapter import Adapters
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import TokenColumns
 from inflight.engine.events import DoneStep, EngineListener
@@ -47,6 +48,7 @@ class Info:
     grammars: Grammars | None = None
     whole_prompts: bool = False
     tiers: Tiers | None = None
+    adapters: Adapters | None = None
 
 
 def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:

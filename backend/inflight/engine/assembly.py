@@ -46,7 +46,9 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
         pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, [*info.tiers.reserved])
         loads = Loads(info.tiers, tiered, clock)
     drafts = runner.draft_runner
-    policies = make_policies(config, clock, info.grammars, drafts, accounts, record, info.whole_prompts, loads)
+    policies = make_policies(
+        config, clock, info.grammars, drafts, accounts, record, info.whole_prompts, loads, info.adapters
+    )
     limits = SchedulerLimits(config.max_num_seqs, config.step_tokens)
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)
     queue_limits = QueueLimits(config, accounts)

@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.assembly import make_parts
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
@@ -49,6 +50,7 @@ class SimulatedInfo:
     grammars: Grammars | None = None
     whole_prompts: bool = False
     tiers: Tiers | None = None
+    adapters: Adapters | None = None
 
 
 class _Ticket(NamedTuple):

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.engine.drafting.draft_model import DraftModel, DraftRunner, ModelGuesser
 from inflight.engine.drafting.drafter import DraftCounts, Drafter, Guesser
@@ -14,6 +15,7 @@ from inflight.engine.drafting.lookup_drafter import LookupGuesser
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.events import EngineListener
 from inflight.engine.host_swap import SwapSpace
+from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
@@ -48,6 +50,7 @@ def make_policies(
     record: AdmissionRecord | None = None,
     whole_prompts: bool = False,
     loads: Loads | None = None,
+    adapters: Adapters | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -59,6 +62,7 @@ def make_policies(
         record: receives admission's findings; None: they are not used.
         whole_prompts: a prompt is computed in one step.
         loads: of KV from tiers; None: there are no tiers.
+        adapters: that requests choose; a request waits until its own is loaded.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -76,6 +80,9 @@ def make_policies(
         drafter = forced = GrammarDrafter(grammars, drafter)
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
+    if adapters is not None:
+        admission = loaded = AdapterAdmission(admission, adapters)
+        listeners.append(loaded)
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
     budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)
     return Policies(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "ADAPTER_METRICS",
     "COUNTED",
     "COUNTER",
     "DRAFT_POSITIONS",
@@ -60,6 +61,7 @@ _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
 _TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _ITL = (*_TPOT, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _E2E = (1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_LOADS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _POWERS = tuple(float(2**k) for k in range(13))
 
@@ -169,4 +171,21 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_step_seconds", COUNTED, "Duration of an engine step in seconds.", _STEP),
     MetricSpec("inflight_batch_size", COUNTED, "Sequences in an engine step.", _POWERS),
     MetricSpec("inflight_scheduled_tokens", COUNTED, "Tokens in an engine step.", _POWERS),
+)
+
+# Of a model with `enable_lora`, which makes them as their labels come up (`adapter_metrics.py`).
+ADAPTER_METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "vllm:lora_requests_info", GAUGE, "Unix time of the last change of the adapters that run and wait, its labels."
+    ),
+    MetricSpec("inflight_adapter_requests", GAUGE, "Open requests with an adapter."),
+    MetricSpec(
+        "inflight_adapter_loads_total",
+        COUNTER,
+        "Loads of adapters while the model serves, by their outcome.",
+        label=("outcome", ("loaded", "refused")),
+    ),
+    MetricSpec(
+        "inflight_adapter_load_seconds", HISTOGRAM, "Time that the load of an adapter took, in seconds.", _LOADS
+    ),
 )

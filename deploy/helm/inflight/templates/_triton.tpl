@@ -96,6 +96,9 @@
     # for models.
     - {name: model, mountPath: "/repository/{{ $model.name }}/config.pbtxt", subPath: config.pbtxt, readOnly: true}
     - {name: model, mountPath: "/repository/{{ $model.name }}/1/model.json", subPath: model.json, readOnly: true}
+    {{- if include "inflight.hasAdapters" . }}
+    - {name: model, mountPath: "/repository/{{ $model.name }}/1/multi_lora.json", subPath: multi_lora.json, readOnly: true}
+    {{- end }}
     - {name: cache, mountPath: /var/cache/inflight}
     {{- if or .Values.kv.size .Values.kv.existingClaim }}
     - {name: kv, mountPath: /var/lib/inflight-kv}

@@ -10,10 +10,10 @@ from kv_memory import MemoryStore
 from tiers_rig import FaultyStore, TieredRig
 
 from inflight.engine.attached import Attached
+from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.request.pooled_request import void_params
-from inflight.engine.messages import AddRequest
 
 PROMPT = [1 + n % 7 for n in range(41)]
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
@@ -227,7 +227,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while():
     store = FaultyStore(["raise"] * 4)
     rig = rig_of(store)
     tier = rig.tiers.tiers[0]
-    for request_id in range(3):
+    for _ in range(3):
         tier.find([b"key"])
         rig.hand.run(1)
     assert not tier.is_open and tier.errors == {"io": 3}
