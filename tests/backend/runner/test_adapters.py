@@ -202,7 +202,7 @@ def test_any_setting_gives_the_tokens_of_merged_weights(
     if setting in ("preempting", "swapping"):
         assert core.scheduler.num_preempted_total > 0
     if setting.startswith("drafts"):
-        assert core.scheduler.policies.draft_counts.num_drafts > 0
+        assert core.scheduler.policies.draft_counts.proposed > 0
 
 
 def test_a_prefix_belongs_to_one_adapter(llama: str, eight: list[AdapterRef], tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_codes_leave_the_delta_unquantised(llama: str, eight: list[AdapterRef], 
         core = make_core(llama, max_logprobs=-1, **options)
         params = SamplingParams(max_tokens=1, logprobs=VOCAB, **GREEDY)
         deltas = run(core, [prompt_of(20)] * len(refs), [params] * len(refs), attached=[attached(one) for one in refs])
-        places = [list(deltas[i, 0][0].logprobs or ())[0] for i in range(len(refs))]
+        places = [next(iter(deltas[i, 0][0].logprobs or ())) for i in range(len(refs))]
         rows = [{token: logprob for token, logprob, _ in place} for place in places]
         return np.array([[row[token] for token in range(VOCAB)] for row in rows])
 
