@@ -17,6 +17,7 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
+    "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py"],
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
     "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py", "tests/real_model"],

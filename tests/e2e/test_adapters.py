@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
@@ -23,13 +24,19 @@ from checkpoints import greedy_reference
 from frontend_rig import demo_tokenizer
 from guarded_entry import KEY
 from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
-from processes_of import engine_process, slowed
+from openai import NotFoundError, OpenAI
+from processes_of import engine_process, run_in_turns, slowed
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, gauges, post, wait_for
 
 from inflight.adapters.spec import describe_adapter
 from inflight_client import Client, InflightError
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.server import ServerOptions
+from inflight_tools.admin import grpc_metadata
+from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.launcher import TritonServer
+from inflight_tools.ports import pick_ports
 
 TOKENIZER = demo_tokenizer()
 PROMPT = "the list of names"
@@ -291,6 +298,61 @@ def test_a_damaged_adapter_is_refused_in_one_line_and_nothing_else_changes(
     assert tokens(client, adapter="doll") == expected["doll"][:16]
 
 
+# -- vectors, and OpenAI's API ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def gateway(dressed: TritonServer) -> Iterator[str]:
+    (port,) = pick_ports(1)
+    options = GatewayOptions(admin_key=KEY, headers=grpc_metadata(KEY))
+    process = GatewayProcess(options, ServerOptions(port=port, exit_timeout=2))
+    process.start(dressed.grpc_address)
+    yield process.url
+    process.stop()
+
+
+def test_vectors_of_an_adapter(client: Client, gateway: str) -> None:
+    found = {name: client.embed(["a", "b"], **({"adapter": name} if name else {})).vectors for name in ("doll", None)}
+    assert abs(found["doll"] - found[None]).max() > 1e-3
+    with OpenAI(base_url=gateway, api_key="none", max_retries=0) as openai:
+        answer = openai.embeddings.create(model="doll", input=["a", "b"])
+    np.testing.assert_array_equal(np.array([one.embedding for one in answer.data], np.float32), found["doll"])
+
+
+def test_adapters_are_models_of_the_gateway(gateway: str, expected: dict[str | None, list[int]]) -> None:
+    with OpenAI(base_url=gateway, api_key="none", max_retries=0) as openai:
+        parents = {card.id: getattr(card, "parent", None) for card in openai.models.list().data}
+        assert parents == {"mine": None, "dressed": None, "doll": "dressed", "sheep": "dressed"}
+        for model, name in (("doll", "doll"), ("dressed/sheep", "sheep"), ("dressed", None)):
+            for stream in (False, True):
+                options: Any = {"model": model, "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+                answer = openai.completions.create(**options, stream=stream)
+                texts = [one.choices[0].text for one in answer] if stream else [answer.choices[0].text]
+                assert "".join(texts) == text_of(expected[name])
+
+
+def test_vllms_endpoints_load_and_unload(
+    gateway: str, root: Path, client: Client, expected: dict[str | None, list[int]]
+) -> None:
+    folder = root / "loras" / "again"
+    shutil.copytree(root / "originals" / "again", folder)
+    body = {"lora_name": "again", "lora_path": str(folder)}
+
+    def change(path: str, **headers: str) -> httpx.Response:
+        return httpx.post(f"{gateway}{path}", json=body, headers=headers, timeout=60)
+
+    assert change("/load_lora_adapter").status_code == 403
+    answer = change("/load_lora_adapter", **{"inflight-admin-key": KEY})
+    assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'again' added successfully.")
+    with OpenAI(base_url=gateway, api_key="none", max_retries=0) as openai:
+        options: Any = {"model": "again", "prompt": PROMPT, "max_tokens": 16, "temperature": 0}
+        assert openai.completions.create(**options).choices[0].text == text_of(expected["again"])
+        assert change("/unload_lora_adapter", authorization=f"Bearer {KEY}").status_code == 200
+        with pytest.raises(NotFoundError):
+            openai.completions.create(**options)
+    assert list(ids(client)) == ["doll", "sheep"]
+
+
 # -- replay and metrics ----------------------------------------------------------------------------------
 
 
@@ -323,17 +385,27 @@ def test_streams_of_all_adapters_survive_the_engine(
     assert gauges(dressed.metrics_address, "dressed")["inflight_requests_replayed_total"] == len(sent)
 
 
-def test_metrics_of_adapters(dressed: TritonServer, client: Client) -> None:
+def test_metrics_of_adapters(dressed: TritonServer) -> None:
     def shown() -> list[str]:
-
         with urllib.request.urlopen(f"http://{dressed.metrics_address}/metrics") as response:
-            lines = response.read().decode().splitlines()
-        return [line for line in lines if ('model="dressed"' in line and "lora" in line) or "adapter" in line]
+            return [line for line in response.read().decode().splitlines() if 'model="dressed"' in line]
 
-    with GrpcStream(dressed.grpc_address, "dressed") as stream, slowed(engine_process(dressed, "dressed")):
-        for k in range(4):
-            stream.send(f"s{k}", text_input=PROMPT, lora_name="sheep", **options(LONG))
-        wait_for(lambda: gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests") == 4)
-        wait_for(lambda: any('running_lora_adapters="sheep"' in line and 'max_lora="32"' in line for line in shown()))
-    wait_for(lambda: gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests") == 0)
-    assert any('outcome="loaded"' in line for line in shown())
+    def requests() -> float | None:
+        return gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests")
+
+    engine = engine_process(dressed, "dressed")
+    with GrpcStream(dressed.grpc_address, "dressed") as stream:
+        names = [f"s{k}" for k in range(4)]
+        engine.suspend()
+        for name in names:
+            stream.send(name, text_input=PROMPT, lora_name="sheep", **options(LONG))
+        run_in_turns(engine, lambda seconds: all(stream.has_chunks(name, 1, seconds) for name in names))
+        try:
+            wait_for(lambda: requests() == 4)
+            labels = 'max_lora="32",model="dressed",running_lora_adapters="sheep"'
+            wait_for(lambda: any(line.startswith("vllm:lora_requests_info{" + labels) for line in shown()))
+        finally:
+            engine.resume()
+        stream.wait(*names)
+    wait_for(lambda: requests() == 0)
+    assert any("inflight_adapter_loads_total" in line and 'outcome="loaded"' in line for line in shown())

@@ -57,6 +57,10 @@ MODULES_ELSEWHERE = ("anthropic", "ollama")
 
 # Lines of `sh` blocks, and whole `python` blocks, that no test runs: (pattern at the beginning of a line, reason).
 NOT_RUN: list[tuple[str, str]] = [
+    (
+        r"from inflight import LLM, LoRARequest",
+        "needs an adapter; tests/backend/in_process/test_lora.py has one",
+    ),
     (r"inflight serve --model model\.gguf", "needs such a file; tests/e2e/test_demo.py serves one"),
     (
         r"inflight adapters (load|unload)|curl .*load_lora_adapter",

@@ -7,6 +7,7 @@ may come from anywhere, so matching all of a file's modules has a time limit.
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -18,8 +19,10 @@ from inflight.adapters.adapter_error import AdapterError
 
 __all__ = ["PeftConfig", "parse_config"]
 
-_MATCH_SECONDS = 2.0  # for all modules together; patterns in use take microseconds
+_MATCH_SECONDS = 5.0  # for all modules together; patterns in use take microseconds
 _MAX_PATTERN = 4096
+_COUNT = re.compile(r"\{[0-9, ]+\}")
+_MAX_COUNT = 100  # compiling takes time and memory in proportion to the product of counts
 
 # Keys of variants that compute something else, or train other parts; and what to do about each.
 _REFUSED = {
@@ -99,13 +102,16 @@ class _Patterns:
 
     def __init__(self) -> None:
         self._end = time.monotonic() + _MATCH_SECONDS
+        self._compiled: dict[str, Any] = {}
 
     def match(self, pattern: str, text: str, whole: bool = False) -> Any:
         """`re.match`, or `re.fullmatch`.  Raises AdapterError."""
         try:
-            compiled = regex.compile(pattern)
+            compiled = self._compiled.get(pattern)
+            if compiled is None:
+                compiled = self._compiled[pattern] = regex.compile(_without_many_counts(pattern))
             left = max(self._end - time.monotonic(), 1e-3)
-            return (compiled.fullmatch if whole else compiled.match)(text, timeout=left)
+            return (compiled.fullmatch if whole else compiled.match)(text, timeout=left, concurrent=True)
         except TimeoutError:
             raise AdapterError(
                 f"the pattern {pattern[:100]!r} takes more than {_MATCH_SECONDS:g} s to match; simplify it"
@@ -119,6 +125,16 @@ class _Patterns:
             if self.match(rf"(.*\.)?({pattern})$", module) is not None:
                 return value
         return otherwise
+
+
+def _without_many_counts(pattern: str) -> str:
+    counts = _COUNT.findall(pattern)
+    if len(counts) > 1 or any(int(number) > _MAX_COUNT for each in counts for number in re.findall("[0-9]+", each)):
+        raise AdapterError(
+            f"the pattern {pattern[:100]!r} has counts {', '.join(counts)[:100]}: one of at most {_MAX_COUNT} is "
+            "allowed; write it without counts"
+        )
+    return pattern
 
 
 def _is_named(names: list[str] | str, module: str, patterns: _Patterns) -> bool:

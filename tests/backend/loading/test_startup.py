@@ -26,6 +26,7 @@ from inflight.kernels.cpu.stored_codes import StoredCodes
 from inflight.loading import startup
 from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.forward.native_adapters import NativeAdapters
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.saved import mapped_file, weights_file
@@ -153,6 +154,15 @@ def test_codes_of_a_checkpoint_are_kept_as_they_are(
     caplog.clear()
     start(path, **{"dtype": "float32", **options})
     assert is_reused(caplog)
+
+
+def test_kept_weights_know_where_adapters_belong(llama: str, cache: Path, caplog: Log) -> None:
+    first = NativeAdapters(start(llama, dtype="float32").model)
+    assert not is_reused(caplog)
+    second = NativeAdapters(start(llama, dtype="float32").model)
+    assert is_reused(caplog)
+    assert first.layers == second.layers and len(first.layers) == 14
+    assert second.layers["model.layers.1.mlp.down_proj"] == (48, 32)
 
 
 def test_the_second_start_imports_no_transformers(llama: str, cache: Path) -> None:
