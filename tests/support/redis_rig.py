@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import shutil
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import pytest
 
@@ -45,25 +47,24 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), 1).close()
-                return self
-            except OSError:
-                assert self._process.poll() is None, "redis-server ended"
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+        while not _listens(self.port):
+            assert self._process.poll() is None, "redis-server ended"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.kill()
 
-    def client(self) -> object:
-        import redis
-
-        return redis.Redis(port=self.port)
+    def client(self) -> Any:
+        return importlib.import_module("redis").Redis(port=self.port)
 
     def flush(self) -> None:
-        self.client().flushall()  # type: ignore[attr-defined]
+        self.client().flushall()
+
+    def size(self) -> int:
+        """Keys that it has."""
+        return int(self.client().dbsize())
 
     def stop(self) -> None:
         """As a machine that hangs: connections stay, and no answer comes."""
@@ -75,6 +76,11 @@ class RedisServer:
     def kill(self) -> None:
         self._process.kill()
         self._process.wait()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def _free_port() -> int:

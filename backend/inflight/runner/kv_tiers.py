@@ -29,7 +29,9 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     if not config.kv_tiers:
         return None
     if loaded.device.type != "cpu":
-        raise LoadError(f'kv_tiers needs a CPU, and the device is {loaded.info.device!r}; leave it out, or set device="cpu"')
+        raise LoadError(
+            f'kv_tiers needs a CPU, and the device is {loaded.info.device!r}; leave it out, or set device="cpu"'
+        )
     secret = b"" if config.kv_store_secret_file is None else _secret(Path(config.kv_store_secret_file))
     caches = loaded.layers.caches
     seal = Seal(kv_namespace(config, loaded.info.attention_backend, loaded.info.dtype, caches), secret)

@@ -84,6 +84,7 @@ def make_policies(
         urgency=_make_urgency(config, order, admission, budget, listeners),
         drafter=None if drafter is None else SafeDrafter(drafter),
         draft_counts=counts,
+        tier_totals=(lambda: None) if loads is None else loads.tiers.totals,
         listeners=[*listeners, in_time],
     )
 

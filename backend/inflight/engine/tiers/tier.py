@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
+from inflight.engine.deltas import TierStats
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
@@ -113,6 +114,20 @@ class Tier:
         """Until `count` extents are read; what was never measured takes no time, and what hangs takes ever longer."""
         each = self._extent_seconds
         return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
+
+    def stats(self) -> TierStats:
+        """For metrics."""
+        with self._lock:
+            return TierStats(
+                tier=self.name,
+                is_open=self.is_open,
+                num_bytes=self.num_bytes,
+                load_seconds_total=self.load_seconds,
+                loaded_total=self.num_loaded,
+                stored_total=self.num_stored,
+                dropped_total=self.num_dropped,
+                errors_total={why: count for why, count in self.errors.items()},
+            )
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
         """How many of the leading `keys` it seems to have."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from inflight.engine.deltas import TierTotals
 from inflight.engine.tiers.base import Frames, KVBlocks
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
@@ -72,6 +73,10 @@ class Tiers:
     def is_open(self) -> bool:
         """Whether any tier can be asked."""
         return any(tier.is_open for tier in self.tiers)
+
+    def totals(self) -> TierTotals:
+        """For metrics."""
+        return TierTotals(self.num_queries, self.num_hits, [tier.stats() for tier in self.tiers])
 
     def load(self, tier: Tier, chain: Sequence[bytes], first: int, blocks: list[int]) -> ExtentLoad:
         """Start to fill reserved blocks with the extent that begins at index `first` of the chain."""

@@ -1,1 +1,1 @@
-"""What keeps KV beyond the pool: one file a medium, each a `KVStore` (`engine/tiers/base.py`)."""
+"""Media that keep KV beyond the pool: one file for each, a `KVStore` (`engine/tiers/base.py`)."""

@@ -138,7 +138,12 @@ class DirectoryStore:
             raise
 
     def _make(self, folder: str) -> None:
-        """Make a folder of keys and those that contain it.  Raises OSError; PermissionError if one is someone else's."""
+        """Make a folder of keys and the folders that contain it.
+
+        Raises:
+            PermissionError: someone else owns one or can write it.
+            OSError: it cannot be made.
+        """
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in (str(self._folder), folder):
             with contextlib.suppress(FileExistsError):
@@ -200,7 +205,7 @@ def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:
 
 
 def _behind(buffers: Frames, count: int) -> list[memoryview]:
-    """What is left of buffers after their first `count` bytes."""
+    """The rest of buffers after their first `count` bytes."""
     for index, buffer in enumerate(buffers):
         if count < buffer.nbytes:
             return [buffer[count:], *buffers[index + 1 :]]

@@ -1,4 +1,4 @@
-"""What every KV store does: gives back what it was given, or nothing."""
+"""Every KV store gives back what it was given, or nothing."""
 
 from __future__ import annotations
 
