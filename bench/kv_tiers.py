@@ -113,7 +113,9 @@ def returns(side: str, arguments: dict[str, Any]) -> common.Run:
 
 def misses(side: str, arguments: dict[str, Any]) -> common.Run:
     core = engine(arguments, tiers=side == "with")
-    requests = [{"id": number, "prompt": tokens(300, 5000 + number + os.getpid() * 100), "out": 32} for number in range(64)]
+    requests = [
+        {"id": number, "prompt": tokens(300, 5000 + number + os.getpid() * 100), "out": 32} for number in range(64)
+    ]
     start, cpu = time.perf_counter(), time.process_time()
     for request in requests:
         common.add(core, request["id"], request["prompt"], max_tokens=request["out"])
@@ -154,7 +156,12 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
         for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
         if later >= begun and earlier <= first
     )
-    return {"p50": common.percentile(gaps, 50), "p99": common.percentile(gaps, 99), "gaps": len(gaps), "hits": hits(core)}
+    return {
+        "p50": common.percentile(gaps, 50),
+        "p99": common.percentile(gaps, 99),
+        "gaps": len(gaps),
+        "hits": hits(core),
+    }
 
 
 def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
@@ -189,10 +196,15 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
             assert all(run["hits"] for run in runs[side]), f"{side}: nothing was found"
         equal = all(len({tuple(run["tokens"]) for run in found}) == 1 for found in zip(*runs.values()))
         ratios = {side: common.median_ratio(runs["computed"], runs[side], "seconds") for side in ("warm", "cold")}
-        return {"seconds": {side: common.median(runs[side], "seconds") for side in runs}, "faster": ratios, "equal": equal}
+        return {
+            "seconds": {side: common.median(runs[side], "seconds") for side in runs},
+            "faster": ratios,
+            "equal": equal,
+        }
     if part == "misses":
         return {
-            name: common.median_ratio(runs["with"], runs["without"], name) for name in ("tokens_per_second", "cpu_seconds")
+            name: common.median_ratio(runs["with"], runs["without"], name)
+            for name in ("tokens_per_second", "cpu_seconds")
         }
     if part == "many":
         return {

@@ -7,23 +7,27 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from engine_rig import Info, add, expected_output
+from engine_rig import Info, add, done_step, expected_output
 from kv_memory import MemoryStore
 from tiers_rig import ByteRunner, FaultyStore, TieredRig
 
 from inflight.engine.attached import Attached
-from inflight.engine.pooling import Pooling
-from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.request.pooled_request import void_params
 from inflight.engine.messages import AddRequest
-from inflight.engine.step import StepOutput
+from inflight.engine.pooling import Pooling
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers import writer
+from inflight.engine.tiers.tiered_pool import TieredPool
+from inflight.frontend.request.pooled_request import void_params
 
 PROMPT = [1 + n % 7 for n in range(41)]
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
 
 
-def rig_of(*stores: Any, extent_blocks: int = 1, num_blocks: int = 256, secret: bytes = b"", **options: Any) -> TieredRig:
+def rig_of(
+    *stores: Any, extent_blocks: int = 1, num_blocks: int = 256, secret: bytes = b"", **options: Any
+) -> TieredRig:
     return TieredRig(Info(num_blocks=num_blocks), extent_blocks, stores, secret, **{**OPTIONS, **options})
 
 
@@ -117,22 +121,32 @@ def test_blocks_that_others_write_before_they_are_copied_are_left_out():
     assert store.given.items() <= sound.items()
 
 
-def test_blocks_that_another_request_gets_in_the_same_step_are_left_out():
-    """Preempted while the step before is in flight: its blocks are another one's before that step is collected."""
-    store = FaultyStore()
-    rig = rig_of(store, num_blocks=68, async_scheduling=True, block_size=1)
-    first, second = PROMPT[:22], [7, 7, 5] * 7
-    for request_id, prompt in enumerate((first, second)):
-        add(rig.core, request_id, prompt, max_tokens=40, ignore_eos=True)
-    for number in itertools.count():
-        if not rig.core.has_work:
-            break
-        rig.step(99 if number % 3 == 0 else 0)
-    rig.run()
-    assert rig.core.scheduler.num_preempted_total
-    assert rig.outputs == {(0, 0): answer(first, 40), (1, 0): answer(second, 40)}
-    sound = rig.payloads([*first, *answer(first, 40)]) | rig.payloads([*second, *answer(second, 40)])
-    assert store.given.items() <= sound.items()
+def test_blocks_that_another_request_gets_before_their_step_has_run_are_left_out():
+    """Its request was preempted while the step that fills them was in flight."""
+    rig = rig_of(MemoryStore(), block_size=1)
+    pool = TieredPool(4, 1, 1)
+    listener = writer.TierWriter(rig.tiers, pool)
+    for others_blocks, num_kept in ((1, 3), (2, 2)):
+        request = Request(0, PROMPT[:3], SamplingParams(max_tokens=9))
+        pool.admit(request, [])
+        pool.extend(request, 3)
+        request.num_computed_tokens = 3
+        listener.admitted(request, 0)
+        request.token_ids.append(others_blocks)
+        request.num_tokens += 1
+        listener.step_made(SchedulerOutput())
+        pool.publish(request, 3)
+        listener.left(request)
+        pool.release(request)
+        assert not rig.hand.tasks
+        other = Request(1, [9] * 2, SamplingParams(max_tokens=9))
+        pool.extend(other, others_blocks)
+        listener.step_done(done_step(SchedulerOutput(), 1.0))
+        assert len(rig.hand.tasks) == num_kept
+        rig.hand.tasks.clear()
+        rig.tiers.tiers[0]._kept.clear()
+        pool.release(other)
+        pool.forget(request, 0)
 
 
 def test_a_preempted_request_gets_its_blocks_back_from_a_tier():
