@@ -85,11 +85,10 @@ class Tiers:
         self.loads[block_hash] = started = ExtentLoad(chain, first, blocks, tier, future)
         return started
 
-    def missing_in(self, block_hash: bytes, before: Tier | None = None) -> list[Tier]:
-        """The tiers that should get this extent; of those `before` one, if it is given."""
+    def missing_in(self, block_hash: bytes) -> list[Tier]:
+        """The tiers that should get this extent."""
         key = self.seal.key_of(block_hash)
-        end = len(self.tiers) if before is None else list(self.tiers).index(before)
-        return [tier for tier in self.tiers[:end] if tier.wants(key)]
+        return [tier for tier in self.tiers if tier.wants(key)]
 
     def store(self, into: Sequence[Tier], block_hash: bytes, blocks: Sequence[int], generations: list[int]) -> None:
         """Keep a full extent that no step in flight writes.
