@@ -256,7 +256,8 @@ def test_the_bound_is_that_of_all_engines_and_namespaces(tmp_path: Path) -> None
             used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
             assert used <= bound + 2 * SIZE, "each may have written 1 / 32 since it last looked"
     assert used > bound / 2
-    assert not write(stores[0], 1000, bound + 1)
+    with pytest.raises(OSError, match="the tier's size is"):
+        write(stores[0], 1000, bound + 1)
 
 
 def test_others_files_are_not_evicted(tmp_path: Path) -> None:
