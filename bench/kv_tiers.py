@@ -60,7 +60,8 @@ def engine(arguments: dict[str, Any], tiers: bool) -> Any:
     }
     core = common.engine(options)
     for number in range(3):
-        common.add(core, 10**6 + number, tokens(600, 50 + number), max_tokens=OUTPUT, cache_salt="warm-up")
+        new = tokens(600, os.getpid() * 100 + number)  # no tier has it: the time to compute a token is learned
+        common.add(core, 10**6 + number, new, max_tokens=OUTPUT, cache_salt="warm-up")
         run(core)
     return core
 
@@ -85,7 +86,7 @@ def run(core: Any, until: int | None = None) -> dict[int, list[tuple[float, list
 
 
 def hits(core: Any) -> int:
-    totals = core.stats_now().kv_tiers if hasattr(core, "stats_now") else core.scheduler.policies.tier_totals()
+    totals = core.scheduler.policies.tier_totals()
     return 0 if totals is None else totals.hits_total
 
 
@@ -104,11 +105,12 @@ def returns(side: str, arguments: dict[str, Any]) -> common.Run:
     prompt = question(arguments)
     if side == "cold":
         drop_pages(Path(arguments["folder"]))
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time()
     common.add(core, 0, prompt, max_tokens=OUTPUT)
-    came = run(core)[0]
-    found = [token for _, part in came for token in part]
-    return {"seconds": came[0][0] - start, "tokens": found, "hits": hits(core)}
+    came = run(core, until=0)
+    seconds, cpu = came[0][0][0] - start, time.process_time() - cpu
+    found = [token for _, part in came[0] + run(core)[0] for token in part]
+    return {"seconds": seconds, "cpu_seconds": cpu, "tokens": found, "hits": hits(core)}
 
 
 def misses(side: str, arguments: dict[str, Any]) -> common.Run:
@@ -156,12 +158,8 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
         for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
         if later >= begun and earlier <= first
     )
-    return {
-        "p50": common.percentile(gaps, 50),
-        "p99": common.percentile(gaps, 99),
-        "gaps": len(gaps),
-        "hits": hits(core),
-    }
+    p50, p99 = (common.percentile(gaps, percent) for percent in (50, 99))
+    return {"p50": p50, "p99": p99, "gaps": len(gaps), "hits": hits(core)}
 
 
 def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
@@ -195,17 +193,14 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         for side in ("warm", "cold"):
             assert all(run["hits"] for run in runs[side]), f"{side}: nothing was found"
         equal = all(len({tuple(run["tokens"]) for run in found}) == 1 for found in zip(*runs.values()))
-        ratios = {side: common.median_ratio(runs["computed"], runs[side], "seconds") for side in ("warm", "cold")}
-        return {
-            "seconds": {side: common.median(runs[side], "seconds") for side in runs},
-            "faster": ratios,
-            "equal": equal,
+        faster = {
+            side: {name: common.median_ratio(runs["computed"], runs[side], name) for name in ("seconds", "cpu_seconds")}
+            for side in ("warm", "cold")
         }
+        return {"medians": common.medians(runs, "seconds", "cpu_seconds"), "faster": faster, "equal": equal}
     if part == "misses":
-        return {
-            name: common.median_ratio(runs["with"], runs["without"], name)
-            for name in ("tokens_per_second", "cpu_seconds")
-        }
+        names = ("tokens_per_second", "cpu_seconds")
+        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names}
     if part == "many":
         return {
             "last_of_fifty": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
@@ -214,7 +209,7 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
     return {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
 
 
-def show(run: common.Run) -> str:
+def figures(run: common.Run) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in run.items() if isinstance(value, int | float))
 
 
@@ -240,7 +235,7 @@ def main() -> None:
         found, summary = {}, {}
         for part in args.parts:
             found[part] = common.alternate(
-                PARTS[part], args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), show
+                PARTS[part], args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), figures
             )
             summary[part] = summary_of(part, found[part])
             print(f"{part}: {summary[part]}", flush=True)

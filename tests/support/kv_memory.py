@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Frames, TornError
 
 
 class MemoryStore:
@@ -31,8 +31,10 @@ class MemoryStore:
     def load(self, key: bytes, frames: Frames) -> bool:
         self.asked.append(key)
         stored = self.extents.get(key)
-        if stored is None or len(stored) != sum(frame.nbytes for frame in frames):
+        if stored is None:
             return False
+        if len(stored) != sum(frame.nbytes for frame in frames):
+            raise TornError
         start = 0
         for frame in frames:
             frame[:] = stored[start : start + frame.nbytes]

@@ -17,10 +17,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-__all__ = ["Frames", "KVBlocks", "KVStore"]
+__all__ = ["Frames", "KVBlocks", "KVStore", "TornError"]
 
 # C-contiguous buffers of bytes ("B"), in order.
 Frames = Sequence[memoryview]
+
+
+class TornError(Exception):
+    """There are fewer or more bytes under a key than the extent has; it was not written to its end."""
 
 
 class KVStore(Protocol):
@@ -42,9 +46,12 @@ class KVStore(Protocol):
         """How many of the leading `keys` it seems to have, without reading them."""
 
     def load(self, key: bytes, frames: Frames) -> bool:
-        """Fill the writable `frames` with what is stored under this key; False if nothing is, or not as many bytes.
+        """Fill the writable `frames` with what is stored under this key; False if nothing is: it may have been evicted.
 
-        What the buffers contain after False is undefined.
+        Otherwise, the contents of the buffers are undefined.
+
+        Raises:
+            TornError: it has another number of bytes, and can be dropped.
         """
 
     def store(self, key: bytes, frames: Frames) -> bool:

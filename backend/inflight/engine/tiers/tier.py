@@ -16,7 +16,7 @@ from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
 from inflight.engine.deltas import TierStats
-from inflight.engine.tiers.base import Frames, KVStore
+from inflight.engine.tiers.base import Frames, KVStore, TornError
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
 __all__ = ["Tier", "Workers"]
@@ -75,7 +75,7 @@ class Tier:
     ) -> None:
         workers = workers or _Threads
         self.name = name
-        self.errors: Counter[Why] = Counter()
+        self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
         self._store = store
         self._seal = seal
@@ -126,7 +126,7 @@ class Tier:
                 loaded_total=self.num_loaded,
                 stored_total=self.num_stored,
                 dropped_total=self.num_dropped,
-                errors_total={why: count for why, count in self.errors.items()},
+                errors_total=dict(self.errors),
             )
 
     def find(self, keys: Sequence[bytes]) -> Future[int]:
@@ -201,7 +201,6 @@ class Tier:
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
-                self._count("torn", "an extent is gone or incomplete")
                 return False
             if not self._seal.is_of(seal, key, frames):
                 self.forget(key)
@@ -259,6 +258,8 @@ class Tier:
 
 
 def _why(error: Exception) -> Why:
+    if isinstance(error, TornError):
+        return "torn"
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.ENOSPC, errno.EDQUOT):
         return "full"
@@ -266,7 +267,11 @@ def _why(error: Exception) -> Why:
 
 
 class _Threads:
-    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit."""
+    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
+
+    Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
+    lock, and the engine's thread with it.
+    """
 
     def __init__(self, count: int, name: str, most_tasks: int) -> None:
         self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = Queue(most_tasks)

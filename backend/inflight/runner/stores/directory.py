@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Frames, TornError
 from inflight.runner.stores.directory_size import evict
 
 __all__ = ["DirectoryStore"]
@@ -65,24 +65,32 @@ class DirectoryStore:
         return len(keys)
 
     def load(self, key: bytes, frames: Frames) -> bool:
-        """See `KVStore`.  A file that someone else can have written is removed, and so is one of another size."""
+        """See `KVStore`.  A file that someone else can have written is removed.
+
+        Raises:
+            PermissionError: there was such a file.
+            TornError: it has another size.
+            OSError: it cannot be read.
+        """
         path = self._file(key)
         try:
             descriptor = os.open(path, os.O_RDONLY | _FLAGS)
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-            self.drop(key)  # a link
-            return False
+            if error.errno == errno.ELOOP:
+                raise self._refused(key) from None
+            raise
         try:
-            whole = _is_private(os.fstat(descriptor), stat.S_ISREG) and _read(descriptor, frames)
-            if not whole:
-                self.drop(key)
-            return whole
+            if not _is_private(os.fstat(descriptor), stat.S_ISREG):
+                raise self._refused(key)
+            _read(descriptor, frames)
+        except TornError:
+            self.drop(key)
+            raise
         finally:
             os.close(descriptor)
+        return True
 
     def store(self, key: bytes, frames: Frames) -> bool:
         path, size = self._file(key), sum([frame.nbytes for frame in frames])
@@ -108,6 +116,11 @@ class DirectoryStore:
 
     def close(self) -> None:
         pass
+
+    def _refused(self, key: bytes) -> PermissionError:
+        """The error of a file that is no file of this user alone, which is removed."""
+        self.drop(key)
+        return PermissionError(errno.EPERM, "not a file that only this user can write; it is removed", self._file(key))
 
     def _file(self, key: bytes) -> str:
         name = key.hex()
@@ -181,22 +194,21 @@ class DirectoryStore:
         return True
 
 
-def _read(descriptor: int, frames: Frames) -> bool:
-    """Read a file of exactly that size into the frames, and note that it was used."""
+def _read(descriptor: int, frames: Frames) -> None:
+    """Read a file of exactly that size into the frames, and note that it was used.  Raises TornError, OSError."""
     found = os.fstat(descriptor)
-    if found.st_size != sum([frame.nbytes for frame in frames]):
-        return False
+    if found.st_size != (size := sum([frame.nbytes for frame in frames])):
+        raise TornError(f"a file has {found.st_size} bytes, and {size} were expected")
     buffers, offset = list(frames), 0
     while buffers:
         some = buffers[:_MOST_BUFFERS]
         count = os.preadv(descriptor, some, offset)
         if not count:
-            return False  # it has been cut
+            raise TornError(f"a file of {size} bytes ended at {offset}")
         offset, buffers = offset + count, _behind(some, count) + buffers[_MOST_BUFFERS:]
     if found.st_atime < time.time() - _TOUCHED_SECONDS:
         with contextlib.suppress(OSError):  # a file system that is only readable
             os.utime(descriptor, ns=(time.time_ns(), found.st_mtime_ns))
-    return True
 
 
 def _is_private(found: os.stat_result, is_kind: Callable[[int], bool]) -> bool:

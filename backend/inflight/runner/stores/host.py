@@ -6,7 +6,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Frames, TornError
 
 __all__ = ["HostStore"]
 
@@ -39,7 +39,7 @@ class HostStore:
                 return False
             self._extents.move_to_end(key)
         if _size(kept) != _size(frames):
-            return False
+            raise TornError(f"{_size(kept)} bytes are kept, and {_size(frames)} were expected")
         _copy(kept, frames)
         return True
 

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Frames, TornError
 
 __all__ = ["RedisStore", "without_password"]
 
@@ -75,8 +75,10 @@ class RedisStore:
 
     def load(self, key: bytes, frames: Frames) -> bool:
         value = self._asked(lambda: self._client.get(self._name(key)))
-        if value is None or len(value) != sum([frame.nbytes for frame in frames]):
+        if value is None:
             return False
+        if len(value) != (size := sum([frame.nbytes for frame in frames])):
+            raise TornError(f"a value has {len(value)} bytes, and {size} were expected")
         rest = memoryview(value)
         for frame in frames:
             frame[:] = rest[: frame.nbytes]

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from extents import blank, content, frames_of, key
 
+from inflight.engine.tiers.base import TornError
 from inflight.runner.stores import directory
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.directory_size import evict
@@ -86,23 +87,26 @@ def _foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    "change, error",
     [
-        _link,
-        _pipe,
-        _foreign,
-        lambda path: path.chmod(0o620),
-        lambda path: path.chmod(0o602),
-        lambda path: os.truncate(path, SIZE - 1),
-        lambda path: os.truncate(path, 0),
-        lambda path: os.truncate(path, SIZE + 1),
+        (_link, PermissionError),
+        (_pipe, PermissionError),
+        (_foreign, PermissionError),
+        (lambda path: path.chmod(0o620), PermissionError),
+        (lambda path: path.chmod(0o602), PermissionError),
+        (lambda path: os.truncate(path, SIZE - 1), TornError),
+        (lambda path: os.truncate(path, 0), TornError),
+        (lambda path: os.truncate(path, SIZE + 1), TornError),
     ],
     ids=["link", "pipe", "owner", "group", "others", "short", "empty", "long"],
 )
-def test_a_file_that_is_not_ours_or_not_whole_is_removed(change: Callable[[Path], None], store: DirectoryStore) -> None:
+def test_a_file_that_is_not_ours_or_not_whole_is_removed(
+    change: Callable[[Path], None], error: type[Exception], store: DirectoryStore
+) -> None:
     write(store, 1)
     change(file(store, 1))
-    assert not is_right(store, 1)
+    with pytest.raises(error):
+        is_right(store, 1)
     assert not os.path.lexists(file(store, 1))
     assert write(store, 1)
     assert is_right(store, 1)
@@ -113,7 +117,8 @@ def test_a_folder_in_the_place_of_a_file_is_left_alone(store: DirectoryStore) ->
     file(store, 1).unlink()
     file(store, 1).mkdir()
     assert store.find([key(1)]) == 0
-    assert not is_right(store, 1)
+    with pytest.raises(PermissionError):
+        is_right(store, 1)
     with pytest.raises(OSError):
         write(store, 1)
     assert [one.name for one in file(store, 1).parent.iterdir()] == [file(store, 1).name]
@@ -226,7 +231,8 @@ def test_a_file_that_is_cut_while_it_is_read_is_no_hit(store: DirectoryStore, mo
         return preadv(fd, buffers, at)
 
     monkeypatch.setattr(directory.os, "preadv", cut)
-    assert not is_right(store, 1)
+    with pytest.raises(TornError, match="ended at"):
+        is_right(store, 1)
 
 
 def test_what_was_not_used_for_longest_goes(tmp_path: Path) -> None:

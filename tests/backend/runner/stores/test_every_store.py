@@ -10,7 +10,7 @@ from extents import blank, content, frames_of, key
 from kv_memory import MemoryStore
 from redis_rig import RedisServer, needs_redis
 
-from inflight.engine.tiers.base import KVStore
+from inflight.engine.tiers.base import KVStore, TornError
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.redis_store import RedisStore
@@ -67,10 +67,11 @@ def test_finds_the_leading_ones(store: KVStore) -> None:
     assert not store.load(key(1), blank(100)[1])
 
 
-def test_another_size_is_no_hit(store: KVStore) -> None:
+def test_another_size_is_torn(store: KVStore) -> None:
     for size in (SIZE - 1, SIZE + 1):
         store.store(key(1), frames_of(content(1, SIZE)))
-        assert not store.load(key(1), blank(size)[1])
+        with pytest.raises(TornError):
+            store.load(key(1), blank(size)[1])
 
 
 def test_an_extent_can_be_stored_again(store: KVStore) -> None:
