@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,6 +102,19 @@ def test_damaged_files_are_found_and_computed(
         if count(tiered, "tiered", "inflight_kv_tier_errors_total"):
             return
     raise AssertionError("no damage was found")
+
+
+def test_a_folder_that_goes_away_fails_no_request(
+    tiered: TritonServer, folder: Path, expected: dict[int, list[int]]
+) -> None:
+    """At last a file is in its place."""
+    shutil.rmtree(folder)
+    assert say(tiered, "tiered", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.write_text("no folder")
+    engine_process(tiered, "tiered").kill()
+    assert say(tiered, "tiered", 3, 4, 5) == {seed: expected[seed] for seed in (3, 4, 5)}
+    wait_for(lambda: count(tiered, "tiered", "inflight_kv_tier_errors_total"))
 
 
 @needs_redis

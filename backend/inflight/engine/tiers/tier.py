@@ -258,12 +258,16 @@ class Tier:
 
 
 def _why(error: Exception) -> Why:
-    if isinstance(error, TornError):
+    try:
+        raise error
+    except TornError:
         return "torn"
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return "full"
-    return "timeout" if isinstance(error, TimeoutError) else "io"
+    except TimeoutError:
+        return "timeout"
+    except OSError as failure:
+        return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
+    except Exception:
+        return "io"
 
 
 class _Threads:
