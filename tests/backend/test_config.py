@@ -11,6 +11,7 @@ import pytest
 
 from inflight import vllm_options
 from inflight.config import ConfigError, EngineConfig, parse_bytes
+from inflight.kv_tiers_config import KVTier
 
 
 def test_defaults_are_vllms() -> None:
@@ -204,7 +205,8 @@ def test_names_and_spellings_of_vllm() -> None:
         ({"quantization": "bitsandbytes", "load_format": "bitsandbytes"}, {"quantization": "bitsandbytes"}),
         ({"quantization": "gguf", "load_format": "gguf"}, {"quantization": "gguf"}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 2**30}),
-        ({"kv_offloading_size": "0.5", "kv_offloading_backend": "native"}, {"kv_tiers": [KVTier(type="host", size=2**29)]}),
+        ({"kv_offloading_size": "0.5"}, {"kv_tiers": [KVTier(type="host", size=2**29)]}),
+        ({"kv_offloading_backend": "native"}, {"kv_tiers": []}),
         ({"kv_offloading_size": None}, {"kv_tiers": []}),
         ({"max_num_seqs": "8", "gpu_memory_utilization": "0.5"}, {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}),
         ({"enforce_eager": "True", "trust_remote_code": "0"}, {"enforce_eager": True, "trust_remote_code": False}),
@@ -223,7 +225,7 @@ def test_names_and_spellings_of_vllm() -> None:
 
 @pytest.mark.parametrize("size", ["four", 0, -1, float("inf"), []])
 def test_a_size_to_offload_is_a_number_of_gibibytes(size: Any) -> None:
-    with pytest.raises(ConfigError, match="kv_offloading_size=.*: give GiB of host memory, such as 4"):
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=.*: give GiB of host memory, such as 4"):
         EngineConfig.from_dict({"model": "x", "kv_offloading_size": size})
 
 

@@ -252,6 +252,7 @@ class LocalEngine:
             if self.chat is not None:
                 self.chat.close()
             self._close_tiers()
+            self._info.tiers = None  # it has the pool
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 

@@ -83,7 +83,9 @@ _KINDS: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), [pytest.param(*one, marks=() if one is _KINDS[0] else pytest.mark.nightly) for one in _KINDS])
+@pytest.mark.parametrize(
+    ("kind", "options"), [pytest.param(*one, marks=() if one is _KINDS[0] else pytest.mark.nightly) for one in _KINDS]
+)
 def test_a_conversation_returns_in_a_new_engine(tmp_path, kind, options):
     folder = make_checkpoint(kind, tmp_path)
     with engine(folder, tmp_path / "kv", **options) as llm:

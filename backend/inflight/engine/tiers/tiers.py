@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -99,9 +100,14 @@ class Tiers:
         key, blocks = self.seal.key_of(block_hash), list(blocks)
         expected = [generations[block] for block in blocks]
 
+        lock, copies = threading.Lock(), list[Frames | None]()
+
         def copied() -> Frames | None:
-            copy = self.blocks.copy(blocks)
-            return [copy] if [generations[block] for block in blocks] == expected else None
+            with lock:  # the threads of several tiers share one copy
+                if not copies:
+                    copy = self.blocks.copy(blocks)
+                    copies.append([copy] if [generations[block] for block in blocks] == expected else None)
+            return copies[0]
 
         for tier in into:
             tier.store(key, copied)

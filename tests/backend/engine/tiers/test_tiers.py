@@ -245,7 +245,7 @@ def test_a_store_that_fails_is_left_alone_for_a_while():
     store = FaultyStore(["raise"] * 4)
     rig = rig_of(store)
     tier = rig.tiers.tiers[0]
-    for request_id in range(3):
+    for _ in range(3):
         tier.find([b"key"])
         rig.hand.run(1)
     assert not tier.is_open and tier.errors == {"io": 3}
