@@ -24,10 +24,12 @@ DATA = {
     "Left",
     "MemoryError",
     "NotYet",
+    "OSError",
     "Request",
     "RequestFailed",
     "SamplingParams",
     "TimeoutError",
+    "TornError",
     "str",
     "torch.OutOfMemoryError",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
-LENGTH = 1800  # tokens of a prompt; an extent has 256
+LENGTH = 1300  # tokens of a prompt; an extent has 256
 OUTPUT = 12
 _ATTEMPTS = 10  # a busy machine can take longer to read than the engine expects to compute
 
@@ -103,6 +104,20 @@ def test_damaged_files_are_found_and_computed(
     raise AssertionError("no damage was found")
 
 
+def test_a_folder_that_goes_away_fails_no_request(
+    tiered: TritonServer, folder: Path, expected: dict[int, list[int]]
+) -> None:
+    """At last a file is in its place."""
+    shutil.rmtree(folder)
+    assert say(tiered, "tiered", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.write_text("no folder")
+    engine_process(tiered, "tiered").kill()
+    assert say(tiered, "tiered", 3, 4, 5) == {seed: expected[seed] for seed in (3, 4, 5)}
+    wait_for(lambda: count(tiered, "tiered", "inflight_kv_tier_errors_total"))
+
+
+@pytest.mark.nightly
 @needs_redis
 def test_a_redis_that_stops_and_dies_fails_no_request(
     triton: TritonServer, tmp_path: Path, expected: dict[int, list[int]]

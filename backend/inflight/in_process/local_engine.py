@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
+from inflight.engine.tiers.tiers import Tiers
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
@@ -139,6 +141,8 @@ class LocalEngine:
         self.core, self.trace = self._new_core()
         self.chat: ChatTemplate | None = None
         self._info = self._runner.info
+        # Also at the end of a program that does not close it: the KV of its last requests is still being written.
+        self._close_tiers = weakref.finalize(self, _close, self._info.tiers)
         # A short program would end before its weights are kept, each time; it waits no longer than it has loaded.
         atexit.register(wait_until_kept, self._info.load_seconds)
         self.adapters = AdapterReader(self.config)
@@ -257,8 +261,8 @@ class LocalEngine:
             self._fail_all(f"{self.config.model} was closed")
             if self.chat is not None:
                 self.chat.close()
-            if self._info.tiers is not None:
-                self._info.tiers.close()
+            self._close_tiers()
+            self._info.tiers = None  # it has the pool
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 
@@ -407,3 +411,8 @@ class LocalEngine:
             request.failure = RequestFailed(request_id, "INTERNAL", message)
             request.advanced(request)
         self._open.clear()
+
+
+def _close(tiers: Tiers | None) -> None:
+    if tiers is not None:
+        tiers.close()

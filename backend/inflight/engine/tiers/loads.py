@@ -84,6 +84,3 @@ class Loads:
             self.pool.unreserve(load.blocks)
             return
         self.tiers.num_hits += self.pool.adopt(load.blocks, hashes) * self.pool.block_size
-        if into := self.tiers.missing_in(hashes[-1], before=load.tier):
-            blocks = self.pool.cached(hashes)
-            self.tiers.store(into, hashes[-1], blocks, self.pool.generations)

@@ -46,7 +46,7 @@ class Workers(Protocol):
         """The same without a result; False if too many tasks wait, and then it is not done."""
 
     def finish(self, seconds: float) -> bool:
-        """Take no more offers; whether all tasks are done within so many seconds."""
+        """Take no more offers, and end the threads; whether all tasks are done within so many seconds."""
 
 
 class Tier:
@@ -258,12 +258,16 @@ class Tier:
 
 
 def _why(error: Exception) -> Why:
-    if isinstance(error, TornError):
+    try:
+        raise error
+    except TornError:
         return "torn"
-    number = error.errno if isinstance(error, OSError) else None
-    if number in (errno.ENOSPC, errno.EDQUOT):
-        return "full"
-    return "timeout" if isinstance(error, TimeoutError) else "io"
+    except TimeoutError:
+        return "timeout"
+    except OSError as failure:
+        return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
+    except Exception:
+        return "io"
 
 
 class _Threads:
@@ -274,7 +278,7 @@ class _Threads:
     """
 
     def __init__(self, count: int, name: str, most_tasks: int) -> None:
-        self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = Queue(most_tasks)
+        self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = Queue(most_tasks)
         self._count, self._name, self._started, self._is_closed = count, name, False, False
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -296,7 +300,10 @@ class _Threads:
     def finish(self, seconds: float) -> bool:
         self._is_closed = True
         with self._tasks.all_tasks_done:
-            return self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
+            done = self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
+        for _ in range(self._count if done and self._started else 0):
+            self._tasks.put(None)
+        return done
 
     def _start(self) -> None:
         if not self._started:
@@ -305,11 +312,16 @@ class _Threads:
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            self._do(*self._tasks.get())  # in a function: what a task refers to is large, and must not stay
-            self._tasks.task_done()
+        while self._do_next():
+            pass
 
-    @staticmethod
-    def _do(future: Future[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def _do_next(self) -> bool:
+        """A function of its own: what a task refers to is large, and must not stay until the next one."""
+        task = self._tasks.get()
+        if task is None:
+            return False
+        future, work, args = task
         if future.set_running_or_notify_cancel():
             future.set_result(work(*args))
+        self._tasks.task_done()
+        return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -85,11 +86,10 @@ class Tiers:
         self.loads[block_hash] = started = ExtentLoad(chain, first, blocks, tier, future)
         return started
 
-    def missing_in(self, block_hash: bytes, before: Tier | None = None) -> list[Tier]:
-        """The tiers that should get this extent; of those `before` one, if it is given."""
+    def missing_in(self, block_hash: bytes) -> list[Tier]:
+        """The tiers that should get this extent."""
         key = self.seal.key_of(block_hash)
-        end = len(self.tiers) if before is None else list(self.tiers).index(before)
-        return [tier for tier in self.tiers[:end] if tier.wants(key)]
+        return [tier for tier in self.tiers if tier.wants(key)]
 
     def store(self, into: Sequence[Tier], block_hash: bytes, blocks: Sequence[int], generations: list[int]) -> None:
         """Keep a full extent that no step in flight writes.
@@ -100,9 +100,14 @@ class Tiers:
         key, blocks = self.seal.key_of(block_hash), list(blocks)
         expected = [generations[block] for block in blocks]
 
+        lock, copies = threading.Lock(), list[Frames | None]()
+
         def copied() -> Frames | None:
-            copy = self.blocks.copy(blocks)
-            return [copy] if [generations[block] for block in blocks] == expected else None
+            with lock:  # the threads of several tiers share one copy
+                if not copies:
+                    copy = self.blocks.copy(blocks)
+                    copies.append([copy] if [generations[block] for block in blocks] == expected else None)
+            return copies[0]
 
         for tier in into:
             tier.store(key, copied)

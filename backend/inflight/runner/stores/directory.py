@@ -167,7 +167,7 @@ class DirectoryStore:
     def _has_room(self, size: int) -> bool:
         """Whether a file of that size fits into the bound, perhaps in place of others."""
         if size > self._max_bytes:
-            return False
+            raise OSError(errno.ENOSPC, f"an extent has {size} bytes, and the tier's size is {self._max_bytes}")
         with self._lock:
             crowded = self._num_bytes + size > self._max_bytes
             scans = crowded or self._unscanned >= self._max_bytes // _SCANS

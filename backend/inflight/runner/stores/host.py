@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ class HostStore:
     def store(self, key: bytes, frames: Frames) -> bool:
         size = _size(frames)
         if size > self._max_bytes:
-            return False
+            raise OSError(errno.ENOSPC, f"an extent has {size} bytes, and the tier's size is {self._max_bytes}")
         with self._lock:
             self._drop(key)
             while self._num_bytes + size > self._max_bytes:

@@ -25,12 +25,15 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
     if tier.path is not None:
         return DirectoryStore(Path(tier.path).expanduser().absolute(), namespace, parse_bytes(tier.size or 0))
     assert tier.url is not None
+    password = _password(tier.password_file)
     try:
-        return RedisStore(tier.url, namespace, _password(tier.password_file))
+        return RedisStore(tier.url, namespace, password)
     except ImportError:
         raise ConfigError('kv_tiers: type="redis" needs the package redis: pip install "triton-inflight[kv]"') from None
-    except ValueError as error:
-        raise ConfigError(f"kv_tiers: url: {error}") from None
+    except ValueError:  # its text can contain a part of the password
+        raise ConfigError(
+            "kv_tiers: url is not like redis://user:password@host:6379/0; write a / in a password as %2F"
+        ) from None
 
 
 def _password(file: str | None) -> str | None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
-from engine_rig import Info, add, expected_output
+from engine_rig import Info, add, done_step, expected_output
 from kv_memory import MemoryStore
-from tiers_rig import FaultyStore, TieredRig
+from tiers_rig import ByteRunner, FaultyStore, TieredRig
 
 from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
+from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers import writer
+from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.frontend.request.pooled_request import void_params
 
 PROMPT = [1 + n % 7 for n in range(41)]
@@ -115,20 +121,32 @@ def test_blocks_that_others_write_before_they_are_copied_are_left_out():
     assert store.given.items() <= sound.items()
 
 
-def test_blocks_that_another_request_gets_in_the_same_step_are_left_out():
-    """Preempted while the step before is in flight: its blocks are another one's before that step is collected."""
-    store = FaultyStore()
-    rig = rig_of(store, num_blocks=17, async_scheduling=True, preemption_victim="longest")
-    first, second = PROMPT[:22], [7, 7, 5] * 7
-    for request_id, prompt in enumerate((first, second)):
-        add(rig.core, request_id, prompt, max_tokens=40, ignore_eos=True)
-    while rig.core.has_work:
-        rig.step(1)
-    rig.run()
-    assert rig.core.scheduler.num_preempted_total
-    assert rig.outputs == {(0, 0): answer(first, 40), (1, 0): answer(second, 40)}
-    sound = rig.payloads([*first, *answer(first, 40)]) | rig.payloads([*second, *answer(second, 40)])
-    assert store.given.items() <= sound.items()
+def test_blocks_that_another_request_gets_before_their_step_has_run_are_left_out():
+    """Its request was preempted while the step that fills them was in flight."""
+    rig = rig_of(MemoryStore(), block_size=1)
+    pool = TieredPool(4, 1, 1)
+    listener = writer.TierWriter(rig.tiers, pool)
+    for others_blocks, num_kept in ((1, 3), (2, 2)):
+        request = Request(0, PROMPT[:3], SamplingParams(max_tokens=9))
+        pool.admit(request, [])
+        pool.extend(request, 3)
+        request.num_computed_tokens = 3
+        listener.admitted(request, 0)
+        request.token_ids.append(others_blocks)
+        request.num_tokens += 1
+        listener.step_made(SchedulerOutput())
+        pool.publish(request, 3)
+        listener.left(request)
+        pool.release(request)
+        assert not rig.hand.tasks
+        other = Request(1, [9] * 2, SamplingParams(max_tokens=9))
+        pool.extend(other, others_blocks)
+        listener.step_done(done_step(SchedulerOutput(), 1.0))
+        assert len(rig.hand.tasks) == num_kept
+        rig.hand.tasks.clear()
+        rig.tiers.tiers[0]._kept.clear()
+        pool.release(other)
+        pool.forget(request, 0)
 
 
 def test_a_preempted_request_gets_its_blocks_back_from_a_tier():
@@ -254,23 +272,24 @@ def test_what_must_not_be_asked_for_is_not():
     assert not store.asked
 
 
-def test_a_failed_step_leaves_nothing_in_a_store():
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("number", range(4, 12))
+def test_a_failed_step_leaves_nothing_in_a_store(number, asynchronous):
     store = FaultyStore()
-    rig = rig_of(store)
-    collect = rig.runner.collect
+    rig = rig_of(store, async_scheduling=asynchronous)
+    steps = itertools.count()
 
-    def failing(ticket: Any) -> Any:
-        result = collect(ticket)
-        if len(rig.outputs.get((0, 0), [])) == 3:
-            result.failure = "out of memory"
-        return result
+    def failing(ticket: Any) -> StepOutput:
+        if next(steps) == number:  # it is not computed
+            return StepOutput(failure="out of memory")
+        return ByteRunner.collect(rig.runner, ticket)
 
     rig.runner.collect = failing  # type: ignore[method-assign]
-    add(rig.core, 0, PROMPT, max_tokens=20, ignore_eos=True)
-    with pytest.raises(AssertionError, match="out of memory"):
+    add(rig.core, 0, PROMPT[:10], max_tokens=30, ignore_eos=True)
+    with mock.patch.object(writer, "_EVERY", 1), pytest.raises(AssertionError, match="out of memory"):
         rig.run()
     rig.hand.run(99)
-    assert store.given.items() <= rig.payloads(PROMPT + answer(PROMPT, 3)).items()
+    assert store.given and store.given.items() <= rig.payloads(PROMPT[:10] + answer(PROMPT[:10], 30)).items()
 
 
 def test_a_request_that_never_yielded_a_token_leaves_nothing():
@@ -307,8 +326,10 @@ def test_a_faster_tier_gets_what_a_slower_one_had():
 def test_what_one_tier_has_lost_comes_from_another():
     first, second = stored(), stored()
     keys = list(first.extents)
-    for key in keys[::2]:
-        del first.extents[key]
+    for index, key in enumerate(keys):
+        del (second if index in (0, 1, 6, 7) else first).extents[key]
+    for key in keys[8:]:
+        first.extents[key] = second.extents.pop(key)
     rig = rig_of(first, second)
     serve(rig, 0, PROMPT)
     assert num_computed(rig) == 1

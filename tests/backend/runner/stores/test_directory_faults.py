@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from extents import blank, content, frames_of, key
+from nightly import nightly_but
 
 from inflight.engine.tiers.base import TornError
 from inflight.runner.stores import directory
@@ -256,7 +257,8 @@ def test_the_bound_is_that_of_all_engines_and_namespaces(tmp_path: Path) -> None
             used = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
             assert used <= bound + 2 * SIZE, "each may have written 1 / 32 since it last looked"
     assert used > bound / 2
-    assert not write(stores[0], 1000, bound + 1)
+    with pytest.raises(OSError, match="the tier's size is"):
+        write(stores[0], 1000, bound + 1)
 
 
 def test_others_files_are_not_evicted(tmp_path: Path) -> None:
@@ -291,8 +293,9 @@ def in_a_child(work: Callable[[], None]) -> int:
     return pid
 
 
-def test_of_a_killed_writer_whole_files_are_left(tmp_path: Path) -> None:
-    """40 writers, each killed some way into a loop of writes and replacements."""
+@pytest.mark.parametrize("writers", nightly_but([40], [40, 400]))
+def test_of_a_killed_writer_whole_files_are_left(writers: int, tmp_path: Path) -> None:
+    """Each is killed some way into a loop of writes and replacements."""
     store = DirectoryStore(tmp_path, NAMESPACE, ROOM)
     told, tells = os.pipe()
 
@@ -305,14 +308,14 @@ def test_of_a_killed_writer_whole_files_are_left(tmp_path: Path) -> None:
                 os.write(tells, b".")
 
     present = 0
-    for round_ in range(40):
+    for round_ in range(writers):
         writer = in_a_child(writes)
         for _ in range(1 + round_ % 7):
             os.read(told, 1)
         os.kill(writer, signal.SIGKILL)
         os.waitpid(writer, 0)
         present += sum([is_right(store, number) for number in range(5)])
-    assert present > 40
+    assert present > writers
     for path in tmp_path.rglob("*.part"):
         os.utime(path, (1, 1))
     evict(tmp_path, ROOM, 0)

@@ -83,6 +83,23 @@ def test_an_extent_can_be_stored_again(store: KVStore) -> None:
     assert memory == content(2, SIZE)
 
 
+def test_host_memory_is_bounded_and_keeps_what_was_used_last() -> None:
+    store = HostStore(5 * SIZE)
+    for number in range(5):
+        store.store(key(number), frames_of(content(number, SIZE)))
+    assert store.load(key(0), blank(SIZE)[1])
+    store.store(key(5), frames_of(content(5, SIZE)))
+    store.store(key(6), frames_of(content(6, 2 * SIZE)))
+    assert [number for number in range(7) if store.find([key(number)])] == [0, 4, 5, 6]
+    assert store.num_bytes == 5 * SIZE
+    store.store(key(6), frames_of(content(6, SIZE)))
+    assert store.num_bytes == 4 * SIZE
+    with pytest.raises(OSError, match="the tier's size is"):
+        store.store(key(7), frames_of(content(7, 5 * SIZE + 1)))
+    store.close()
+    assert store.num_bytes == 0
+
+
 def test_namespaces_do_not_meet(tmp_path: Path) -> None:
     mine, other = (DirectoryStore(tmp_path, name, 2**30) for name in (NAMESPACE, OTHER))
     mine.store(key(1), frames_of(content(1, SIZE)))

@@ -96,11 +96,13 @@ def test_a_password_is_in_the_url_or_in_a_file_and_never_in_a_message(tmp_path: 
 
 def test_what_cannot_be_used_is_refused_at_load(tmp_path: Path) -> None:
     for tier, why in (
-        (KVTier(type="redis", url="redis://h:port"), "url"),
+        (KVTier(type="redis", url="redis://h:port"), "url is not like"),
+        (KVTier(type="redis", url="redis://:s3/cret@h"), "%2F"),
         (KVTier(type="redis", url="redis://h", password_file=str(tmp_path / "none")), "password_file"),
     ):
-        with pytest.raises(ConfigError, match=why):
+        with pytest.raises(ConfigError, match=why) as raised:
             make_store(tier, NAMESPACE)
+        assert "s3" not in str(raised.value)
 
 
 @pytest.mark.parametrize(
