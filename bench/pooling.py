@@ -148,7 +148,8 @@ def openvino(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
     path = checkpoint(arguments)
     folder = Path(tempfile.mkdtemp(prefix="bench-pooling-"))
     (folder / "config.json").write_text((Path(path) / "config.json").read_text())
-    model = AutoModel.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa").eval()
+    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "add_pooling_layer": False}
+    model = AutoModel.from_pretrained(path, **options).eval()
     example = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
     converted = openvino.convert_model(model, example_input=example)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -158,8 +159,8 @@ def openvino(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
     config.pooling_type = openvino_genai.TextEmbeddingPipeline.PoolingType.MEAN
     config.normalize = True
     precision = {"float32": "f32", "bfloat16": "bf16"}[arguments["dtype"]]
-    options = {"INFERENCE_NUM_THREADS": arguments["threads"], "INFERENCE_PRECISION_HINT": precision}
-    pipeline = openvino_genai.TextEmbeddingPipeline(folder, "CPU", config, **options)
+    hints = {"INFERENCE_NUM_THREADS": arguments["threads"], "INFERENCE_PRECISION_HINT": precision}
+    pipeline = openvino_genai.TextEmbeddingPipeline(folder, "CPU", config, **hints)
 
     def embed(prompts: Prompts) -> int:
         given, count = sorted((tokenizer.decode(prompt) for prompt in prompts), key=len), 0
