@@ -128,7 +128,7 @@ def cross(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 @pytest.fixture(scope="module")
 def logits(cross: str) -> np.ndarray:
-    """What transformers computes for QUERY and each of DOCUMENTS."""
+    """Those of transformers for QUERY and each of DOCUMENTS."""
     options = {"attn_implementation": "eager", "dtype": torch.float32}
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(cross, **options).eval(), tokenizer_of(cross)
     pairs = [tokenizer(QUERY, document) for document in DOCUMENTS]

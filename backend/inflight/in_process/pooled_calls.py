@@ -89,7 +89,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class PooledJob:
-    """A call for vectors: the prompts that are computed, and what becomes of them.
+    """A call for vectors: the prompts to compute, and how outputs are made of their vectors.
 
     Attributes:
         plans: each with prompts of its own.

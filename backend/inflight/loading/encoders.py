@@ -92,7 +92,7 @@ def load_encoder(config: EngineConfig, hf_config: Any) -> LoadedModel:
 
 
 def classifier_pooling(hf_config: Any) -> str:
-    """What the head of such a classifier reads: "cls", or "mean" where config.json says so."""
+    """The pooling in front of the head of such a classifier: "cls", or "mean" where config.json says so."""
     return "mean" if getattr(hf_config, "classifier_pooling", None) == "mean" else "cls"
 
 

@@ -181,7 +181,7 @@ class TestLengths:
     def test_positions_before_the_first_are_no_room(self, tmp_path: Path) -> None:
         path = make_encoder("roberta", tmp_path)
         core = make_core(path)
-        assert core.info.max_model_len == 64, "66 positions, of which two are for padding"
+        assert core.info.max_model_len == 64, "66 positions, and two of them are for padding"
         vectors, _ = vectors_of(core, [pooled(0, [5] * 64, "mean")])
         np.testing.assert_allclose(vectors[0], alone(reference(path), [5] * 64), rtol=1e-5, atol=1e-6)
         refused = core.add_request(pooled(1, [5] * 65, "mean"))

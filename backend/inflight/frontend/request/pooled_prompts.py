@@ -72,7 +72,7 @@ class PooledPlan:
     second_starts: list[int] = field(default_factory=list)
 
     def attached(self, prompt: int, adapter: AdapterRef | None = None, traced: bool = False) -> Attached:
-        """What travels with a prompt."""
+        """The data that travels with a prompt."""
         start = self.second_starts[prompt] if self.second_starts else 0
         return Attached(traced=traced, pooling=self.pooling, adapter=adapter, second_start=start)
 

@@ -38,7 +38,7 @@ Results = list[tuple[Tensor, Tensor | None]]
 
 @dataclass(frozen=True)
 class EncoderCheck:
-    """What transformers computes, made before anything of the model is replaced.
+    """The results of transformers, from before anything of the model is replaced.
 
     Attributes:
         prompts: their tokens, and the first one of a second text.
@@ -67,7 +67,7 @@ class EncoderCheck:
 
         Args:
             base: of `model`; `model` itself if that has no head.
-            reads: from hidden states to those that the head takes; None: there is no head.
+            reads: pools the hidden states of a prompt for the head; None: there is no head.
 
         Raises:
             LoadError: transformers cannot.

@@ -1,6 +1,6 @@
 """The forward pass of an encoder: hidden states of whole prompts, and the head of a classifier.
 
-The modules are transformers' own.  What they take besides tokens: positions, which some count from behind their padding
+The modules are transformers' own.  Besides tokens they take positions, which some count from behind their padding
 index, and for pairs of texts the one that each token belongs to.
 """
 
@@ -31,7 +31,7 @@ class EncoderPass:
         base: transformers' encoder without a head, with `WholeRowAttention` attached.
         head: see `ForwardPass`.
         offset: see `first_position`.
-        vocab_size: of the logits, of which there are none.
+        vocab_size: columns of the logits, which have no rows.
 
     Attributes:
         knows_pairs: tokens are told apart by the text of a pair that they belong to.
@@ -75,7 +75,7 @@ class EncoderPass:
         return states.new_empty(0, self._vocab_size), (), states[hidden]
 
     def _positions(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
-        """Those that such models count themselves: a padding token in a prompt has the padding index, and no place."""
+        """Positions as such models count them: a padding token in a prompt has the padding index, and no place."""
         padding = self._offset - 1
         counts = (input_ids[0] != padding).long()
         so_far = counts.cumsum(0)

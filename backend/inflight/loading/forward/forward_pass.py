@@ -1,4 +1,4 @@
-"""What a loaded model can yield for the rows of a step: logits, its head for some positions alone, hidden states.
+"""The yield of a loaded model for the rows of a step: logits, its head for some positions alone, hidden states.
 
 Log probabilities of a prompt need logits at all of its positions: [2048, 151936] in float32 are 1.2 GB.  transformers'
 models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So

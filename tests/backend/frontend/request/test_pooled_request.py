@@ -126,10 +126,10 @@ def test_the_template_of_a_reranker() -> None:
 
 def test_the_pair_of_a_tokenizer() -> None:
     request = read(SCORES, {"task": "score", "inputs": [["q", "doc"]], "raw_scores": True})
-    assert prompts_of(request) == [TOKENIZER.encode_pair("q", "doc")]
+    assert prompts_of(request) == [TOKENIZER.encode_pair("q", "doc")[0]]
     assert request.plan.pooling == Pooling("score", activates=False)
     long = read(SCORES, {"task": "score", "inputs": [["q", "a b c d e f g h"]], "truncate_prompt_tokens": 5})
-    assert prompts_of(long) == [TOKENIZER.encode_pair("q", "a b c d e f g h")[:5]]
+    assert prompts_of(long) == [TOKENIZER.encode_pair("q", "a b c d e f g h")[0][:5]]
 
 
 def with_ends() -> Tokenizer:
@@ -250,6 +250,32 @@ def test_of_a_long_pair_only_what_can_fit_is_tokenised(facts: PoolerFacts, monke
     assert len(read(facts, {**asked, "truncate_prompt_tokens": MAX_LEN}).plan.prompts[0]) == MAX_LEN
     assert "no room" in refused(facts, {"task": "score", "inputs": [[long, "a"]], "truncate_prompt_tokens": 8})
     assert max(seen) < len(long) / 2
+
+
+def test_the_second_text_of_a_pair_is_known_and_cutting_it_moves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the tokenizer's types, as BERT's template gives them; a text alone has no second one."""
+
+    def typed(one: str, other: str) -> tuple[list[int], list[int]]:
+        first, second = (TOKENIZER.encode(text, add_special_tokens=False) for text in (one, other))
+        return [2, *first, 3, *second, 3], [0] * (len(first) + 2) + [1] * (len(second) + 1)
+
+    monkeypatch.setattr(TOKENIZER._backend, "encode_pair", typed)
+    start = len(TOKENIZER.encode("a query", add_special_tokens=False)) + 2
+    for more in ({}, {"truncate_prompt_tokens": start + 3}):
+        asked = {"task": "score", "inputs": [["a query", "a long document of words"]], **more}
+        (member,) = read(SCORES, asked).members
+        assert member.engine_request.attached is not None
+        assert member.engine_request.attached.second_start == start
+    (member,) = read(EMBEDS, {"task": "embed", "inputs": ["a"]}).members
+    assert member.engine_request.attached is not None and member.engine_request.attached.second_start == 0
+
+
+def test_texts_are_in_lower_case_where_the_checkpoint_says_so() -> None:
+    lowers = PoolerFacts(tasks=["embed"], size=64, lowers=True)
+    pairs = PoolerFacts(tasks=["score"], size=64, labels=["x"], pairs="tokenizer", generates=False, lowers=True)
+    assert prompts_of(read(lowers, {"task": "embed", "inputs": ["A Cat"]})) == [TOKENIZER.encode("a cat")]
+    (found,) = prompts_of(read(pairs, {"task": "score", "inputs": [["A", "Cat"]]}))
+    assert found == TOKENIZER.encode_pair("a", "cat")[0]
 
 
 def test_sizes_of_matryoshka_models() -> None:
