@@ -182,8 +182,8 @@ class TritonPythonModel:
         if self._group is not None:
             self._group.hear(self._told)
 
-    def _load_texts(self, config: EngineConfig) -> Tokenizer | None:
-        """The chat template, and the tokenizer if there is one."""
+    def _load_texts(self, config: EngineConfig) -> Tokenizer:
+        """The chat template and the tokenizer."""
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
         self._chat = ChatTemplate.load(
             source,
