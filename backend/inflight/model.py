@@ -183,7 +183,7 @@ class TritonPythonModel:
             self._group.hear(self._told)
 
     def _load_texts(self, config: EngineConfig) -> Tokenizer:
-        """The chat template and the tokenizer."""
+        """The chat template, and the tokenizer."""
         source, revision = config.tokenizer_source, config.tokenizer_source_revision
         self._chat = ChatTemplate.load(
             source,

@@ -228,6 +228,7 @@ def _run_a_token(config: EngineConfig) -> None:
     from inflight.engine.assembly import make_core
     from inflight.runner.pipeline import make_runner
 
+    config = msgspec.structs.replace(config, kv_tiers=[])  # what connects is no process that waits
     core = make_core(config, make_runner(config), listeners=[])
     core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
     while core.has_work:
@@ -295,6 +296,8 @@ def main(argv: list[str] | None = None) -> int:
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
         serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
+        if core.info.tiers is not None:
+            core.info.tiers.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone
     except Exception as error:

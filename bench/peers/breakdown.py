@@ -37,13 +37,14 @@ class TimedDecoder:
         self.seconds = 0.0
         self.pieces = {"linear": 0.0, "attention": 0.0}
 
-    def __call__(self, *, input_ids: Tensor, logits_to_keep: Tensor, **inputs: Any) -> Any:
+    def run(self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor) -> Any:
+        """See `ForwardPass`."""
         start = time.perf_counter()
-        result = self.decoder(input_ids=input_ids, logits_to_keep=logits_to_keep, **inputs)
+        result = self.decoder.run(input_ids, position_ids, keep, asked, hidden)
         self.seconds += time.perf_counter() - start
         if self.takes_apart:
-            tokens = input_ids.shape[1]
-            self.pieces["linear"] += _seconds(lambda: self._multiply(tokens, len(logits_to_keep)))
+            tokens, num_logits = input_ids.shape[1], len(keep) + len(asked)
+            self.pieces["linear"] += _seconds(lambda: self._multiply(tokens, num_logits))
             self.pieces["attention"] += _seconds(lambda: self._attend(tokens))
         return result
 
@@ -84,7 +85,7 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
     runner = getattr(runner, "runner", runner)  # within a runner with a thread of its own
     if not hasattr(runner.model, "tables"):
         return work()
-    timed = runner.forward._model = TimedDecoder(runner.model)
+    timed = runner.forward = TimedDecoder(runner.model)
     try:
         parts = work()
         seconds = timed.seconds
@@ -92,7 +93,7 @@ def break_down(runner: Any, work: Callable[[], dict[str, float]]) -> dict[str, f
         timed.takes_apart = True
         work()
     finally:
-        runner.forward._model = runner.model
+        runner.forward = runner.model
     if not timed.seconds or not seconds:
         raise RuntimeError(f"the steps of {type(runner).__name__} do not call its decoder where it was replaced")
     shares = {name: piece / timed.seconds for name, piece in timed.pieces.items()}

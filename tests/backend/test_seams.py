@@ -32,9 +32,6 @@ DATA = {
 }
 # Places where the other side is not ours to define.
 EXCEPTIONS = {
-    "runner/forward_pass.py: getattr(model, 'model', None)",  # a model of transformers, both
-    "runner/forward_pass.py: hasattr(model, 'get_decoder')",
-    "runner/forward_pass.py: isinstance(model, NativeDecoder)",  # a decoder of ours, or a model of transformers
     "runner/capture.py: isinstance(beside, _CudaGraph)",  # a graph of this capturer, asserted
 }
 

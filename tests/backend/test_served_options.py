@@ -60,6 +60,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "swap_space": {"swap_space": 1},
     "preemption_mode": {"swap_space": 1, "preemption_mode": "swap"},
     "enable_prefix_caching": {"enable_prefix_caching": False},
+    "kv_tiers": {"kv_tiers": [{"type": "host", "size": "1MiB"}]},
+    "kv_store_secret_file": {"kv_store_secret_file": str(Path(__file__))},
     "attention_backend": {"attention_backend": "reference"},
     "kernel_config": {"kernel_config": {"split_k": True}},
     "max_queue_size": {"max_queue_size": 5},

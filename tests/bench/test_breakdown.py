@@ -58,7 +58,7 @@ def test_the_kinds_of_work_of_a_native_decoder(options: dict[str, Any]) -> None:
         "linear", "attention", "norm, rotary, residual, barriers", "Python around the forward pass", "schedule",
         "sample",
     }  # fmt: skip
-    assert runner.forward._model is runner.model, "the decoder is back in its place"
+    assert runner.forward is runner.model, "the decoder is back in its place"
 
 
 def test_steps_that_do_not_reach_the_decoder_are_an_error_and_no_division_by_zero() -> None:

@@ -20,9 +20,9 @@ SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
 
 # Triton's metrics (docs/user_guide/metrics.md of tritonserver) and the one that Prometheus adds for the scrape.
 OF_SPECS = {
-    spec.name + suffix: {spec.label[0]}
+    spec.name + suffix: {*spec.engine_labels, *(spec.label or ())[:1]}
     for spec in METRICS
-    if spec.label
+    if spec.label or spec.engine_labels
     for suffix in ("", "_bucket", "_sum", "_count")
 }
 FOREIGN = {

@@ -46,6 +46,7 @@ GROUPS = {
         "grouping",
         "kept_weights",
         "kubernetes",
+        "kv_tiers",
         "latency",
         "memory",
         "opentelemetry",

@@ -29,6 +29,7 @@ from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import make_trace
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 
 VOCAB = 50
@@ -44,6 +45,8 @@ class Info:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
+    tiers: Tiers | None = None
 
 
 def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:

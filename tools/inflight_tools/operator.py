@@ -149,6 +149,25 @@ def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:
     if load["swapped_out_total"] or load["host_blocks_used"]:
         swapped = f"{load['swapped_out_total']} swapped out, {load['swapped_in_total']} swapped in"
         rows.append(("swap", f"{load['host_blocks_used']} host blocks used, {swapped}"))
+    if load.get("kv_tiers"):
+        rows += _tier_rows(load["kv_tiers"])
+    return rows
+
+
+def _tier_rows(totals: dict[str, Any]) -> list[tuple[str, str]]:
+    queried = totals["queries_total"]
+    rows = [
+        (
+            "KV tiers",
+            f"{totals['hits_total'] / max(1, queried):.1%} of {queried} prompt tokens found that the pool lacked",
+        )
+    ]
+    for tier in totals["tiers"]:
+        errors = ", ".join(f"{count} {why}" for why, count in sorted(tier["errors_total"].items()))
+        text = f"{tier['tier']}: " + ("" if tier["is_open"] else "off after errors; ")
+        text += f"{tier['num_bytes'] / 2**20:.0f} MiB, " if tier["num_bytes"] else ""
+        text += f"{tier['loaded_total']} extents read, {tier['stored_total']} written"
+        rows.append(("", text + (f"; errors: {errors}" if errors else "")))
     return rows
 
 

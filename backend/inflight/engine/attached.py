@@ -19,9 +19,11 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
         traced: the frontend makes spans of the request (`request_times.py`).
         pooling: the request is for a vector, not for text.
         adapter: its rows are computed with this LoRA adapter; None: with the checkpoint alone.
+        second_start: of a pair of texts, the first token that belongs to the second one; 0: the tokens are of one text.
     """
 
     rope_length: int = 0
     traced: bool = False
     pooling: Pooling | None = None
     adapter: AdapterRef | None = None
+    second_start: int = 0

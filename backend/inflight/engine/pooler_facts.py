@@ -21,6 +21,7 @@ class PoolerFacts(msgspec.Struct, array_like=True, frozen=True):
         template: of "template": text before, in and after the pair; tokens of each are computed apart.
         prompts: texts that the checkpoint puts before those to embed, by name.
         generates: it has a language model head.
+        lowers: texts are in lower case before they are tokenised.
     """
 
     tasks: list[str] = []
@@ -34,3 +35,4 @@ class PoolerFacts(msgspec.Struct, array_like=True, frozen=True):
     prompts: dict[str, str] = {}
     generates: bool = True
     lacking: str = ""
+    lowers: bool = False

@@ -14,6 +14,7 @@ from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request, Status
 from inflight.engine.request_choice import RequestChoice, attach_choices
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
@@ -32,6 +33,8 @@ class ModelInfo(Protocol):
     swap_seconds_per_block: float
     choices: list[RequestChoice]
     grammars: Grammars | None
+    whole_prompts: bool
+    tiers: Tiers | None
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -73,6 +76,7 @@ def make_sequences(
     salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
     salts = (salt, *(choice.salt(attached) for choice in info.choices))
     pooling, longest = _pooling(message), _longest(message, info)
+    shares = not info.whole_prompts and (pooling is None or pooling.kind == "last")
     first = next(index for index, output in enumerate(outputs) if output is not None)
     return [
         Request(
@@ -87,7 +91,7 @@ def make_sequences(
             deadline=message.deadline,
             cache_salts=salts,
             attached=attached,
-            caches_blocks=(caches_prefixes or params.n > 1) and (pooling is None or pooling.kind == "last"),
+            caches_blocks=(caches_prefixes or params.n > 1) and shares,
             seed=sequence_seed(params.seed or 0, index),
             stop_ids=stop_ids(message.params, info.eos_token_ids),
             max_total_tokens=max_total_tokens(message.params, len(message.prompt_token_ids), longest),

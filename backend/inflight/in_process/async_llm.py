@@ -7,11 +7,12 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
 from inflight.config import EngineConfig
+from inflight.in_process.async_pooled_calls import AsyncPooledCalls
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
 from inflight.in_process.outputs import RequestOutput, RequestOutputKind
 from inflight.in_process.params import SamplingParams
@@ -22,7 +23,7 @@ __all__ = ["AsyncLLM"]
 _log = logging.getLogger(__name__)
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncPooledCalls):
     """A checkpoint, an engine that a thread steps, and a tokenizer in this process.
 
     Requests of any number of tasks and loops share the engine's batches.  Cancelling a task, or closing its iterator,
@@ -104,13 +105,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         stream = _Stream(asyncio.get_running_loop())
         params = self.engine.defaults if sampling_params is None else sampling_params
-        submitted = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, [read], [params], stream.advanced))
-        try:
-            (request,) = await asyncio.shield(submitted)
-        except asyncio.CancelledError:
-            submitted.add_done_callback(self._abort_submitted)
-            raise
-        self._steps.wake()
+        (request,) = await self._submitted(lambda: self.engine.submit([read], [params], stream.advanced))
         kind, sent = params.output_kind, request.result.without_output()
         try:
             finished = False
@@ -125,14 +120,27 @@ class AsyncLLM:
                 sent = output
         finally:
             if not request.result.finished:
-                self.engine.abort_later(request)
-                self._steps.wake()
+                self._abort_all([request])
 
-    def _abort_submitted(self, submitted: asyncio.Future[list[OpenRequest]]) -> None:
+    async def _submitted(self, submit: Callable[[], list[Any]]) -> list[Any]:
+        """The requests that `submit` opens, in a thread; aborted if the caller is cancelled meanwhile."""
+        submitted = asyncio.ensure_future(asyncio.to_thread(submit))
+        try:
+            requests = await asyncio.shield(submitted)
+        except asyncio.CancelledError:
+            submitted.add_done_callback(self._abort_submitted)
+            raise
+        self._steps.wake()
+        return requests
+
+    def _abort_submitted(self, submitted: asyncio.Future[list[Any]]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
-            for request in submitted.result():
-                self.engine.abort_later(request)
-            self._steps.wake()
+            self._abort_all(submitted.result())
+
+    def _abort_all(self, requests: Sequence[Any]) -> None:
+        for request in requests:
+            self.engine.abort_later(request)
+        self._steps.wake()
 
     def close(self) -> None:
         """Free the checkpoint's memory; open requests fail.  Safe to repeat; `async with` does it at its end."""

@@ -186,8 +186,8 @@ class LLM(PooledCalls):
         advanced: deque[OpenRequest] = deque()
         return self.engine.submit(read, params, advanced.append, priority), advanced
 
-    def _submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[Any]:
-        return self.engine.submit_pooled(plan, advanced)
+    def _submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[Any]:
+        return self.engine.submit_pooled(plans, advanced)
 
     def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:
         bar = _bar(use_tqdm, len(requests))

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.assembly import make_core
-from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
@@ -188,14 +187,14 @@ class LocalEngine:
             raise ValueError(added.message)
         return added
 
-    def submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector]:
-        """Queue the prompts of a plan: all, or none.
+    def submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[OpenVector]:
+        """Queue the prompts of all plans, or none.
 
         Raises:
             ValueError: one cannot be served.
             RuntimeError: see `_in_turn`.
         """
-        added = self._in_turn(lambda: self._add_pooled(plan, advanced))
+        added = self._in_turn(lambda: self._add_pooled(plans, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
@@ -247,6 +246,8 @@ class LocalEngine:
             self._fail_all(f"{self.config.model} was closed")
             if self.chat is not None:
                 self.chat.close()
+            if self._info.tiers is not None:
+                self._info.tiers.close()
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 
@@ -343,10 +344,13 @@ class LocalEngine:
             requests.append(opened)
         return requests
 
-    def _add_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[OpenVector] | RequestFailed:
+    def _add_pooled(
+        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]
+    ) -> list[OpenVector] | RequestFailed:
         opened: list[OpenVector] = []
-        for prompt in plan.prompts:
-            message = AddRequest(next(self._ids), prompt, void_params(), attached=Attached(pooling=plan.pooling))
+        asked = [(prompt, plan.attached(i)) for plan in plans for i, prompt in enumerate(plan.prompts)]
+        for prompt, attached in asked:
+            message = AddRequest(next(self._ids), prompt, void_params(), attached=attached)
             refused = self.core.add_request(message)
             if refused is not None:
                 self._end(opened)

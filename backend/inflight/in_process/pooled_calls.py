@@ -1,9 +1,9 @@
-"""`LLM`'s methods for vectors: embed, score, rerank, classify."""
+"""The methods of `LLM` for vectors: embed, score, rerank, classify; and the part that those of `AsyncLLM` share."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -24,11 +24,16 @@ from inflight.in_process.pooling_outputs import (
 )
 from inflight.in_process.prompts import Prompt, is_prompt, listed, text_or_ids
 
-__all__ = ["OpenVector", "PooledCalls", "Progress"]
+__all__ = ["ManyParams", "OpenVector", "PooledCalls", "PooledJob", "PooledJobs", "Progress"]
 
 # False: no progress bar; True: one, where the standard error stream is a terminal or a notebook; or what makes one, as
 # `tqdm.tqdm` does.
 Progress = Union[bool, Callable[..., Any]]
+
+# One for all prompts; one per prompt; None: the defaults.
+ManyParams = Union[PoolingParams, Sequence[PoolingParams], None]
+
+_GIVE = "give inflight.PoolingParams, or a list with one per prompt"
 
 
 @dataclass
@@ -81,6 +86,113 @@ class _Row:
         return self.request_id, self.prompt_token_ids, self.num_cached_tokens, True
 
 
+@dataclass(frozen=True)
+class PooledJob:
+    """A call for vectors: the prompts that are computed, and what becomes of them.
+
+    Attributes:
+        plans: each with prompts of its own.
+        outputs: from the rows of all inputs, in their order, and the labels of classes.
+    """
+
+    plans: list[PooledPlan]
+    outputs: Callable[[list[_Row], list[str]], list[Any]]
+
+    def results(self, opened: Sequence[OpenVector]) -> list[Any]:
+        """Of the prompts of all plans, which are finished."""
+        rows, start = [], 0
+        for plan in self.plans:
+            rows += _rows(plan, opened[start : start + len(plan.prompts)])
+            start += len(plan.prompts)
+        return self.outputs(rows, self.plans[0].labels)
+
+
+class PooledJobs:
+    """Checks and tokenises calls for vectors; each raises ValueError for what cannot be served."""
+
+    def __init__(self, prompts: PooledPrompts) -> None:
+        self._prompts = prompts
+
+    def embed(self, prompts: Any, params: ManyParams, instruction: str | None) -> PooledJob:
+        plans = self._plans("embed", _texts(prompts), params, instruction)
+        return PooledJob(
+            plans, lambda rows, _: [EmbeddingRequestOutput(*row.common, EmbeddingOutput(row.values)) for row in rows]
+        )
+
+    def classify(self, prompts: Any, params: ManyParams) -> PooledJob:
+        return PooledJob(
+            self._plans("classify", _texts(prompts), params),
+            lambda rows, labels: [
+                ClassificationRequestOutput(
+                    *row.common, ClassificationOutput(row.values), labels[int(np.argmax(row.values))]
+                )
+                for row in rows
+            ],
+        )
+
+    def score(self, data_1: Any, data_2: Any, params: PoolingParams | None, instruction: str | None) -> PooledJob:
+        ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
+        if len(ones) == 1:
+            ones *= len(others)
+        if len(ones) != len(others):
+            raise ValueError(f"{len(ones)} texts, but {len(others)} to compare with: give one, or as many")
+        pairs = [list(pair) for pair in zip(ones, others)]
+        plans = self._plans("score", pairs, params, instruction)
+        return PooledJob(
+            plans, lambda rows, _: [ScoringRequestOutput(*row.common, ScoringOutput(row.values[0])) for row in rows]
+        )
+
+    def rerank(
+        self, query: str, documents: Any, top_n: int | None, params: PoolingParams | None, instruction: str | None
+    ) -> PooledJob:
+        if top_n is not None and top_n < 1:
+            raise ValueError(f"top_n={top_n}: must be at least 1")
+        documents = [documents] if isinstance(documents, str) else list(documents)
+
+        def ranked(rows: list[_Row], _: list[str]) -> list[RerankResult]:
+            found = [RerankResult(i, documents[i], row.values[0]) for i, row in enumerate(rows)]
+            return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
+
+        return PooledJob(self.score(query, documents, params, instruction).plans, ranked)
+
+    def _plans(
+        self, task: str, inputs: list[Any], params: ManyParams, instruction: str | None = None
+    ) -> list[PooledPlan]:
+        """One for all inputs, or one for each, if each has its own parameters."""
+        if params is None or isinstance(params, PoolingParams):
+            return [self._plan(task, inputs, params or PoolingParams(), instruction)]
+        if isinstance(params, (str, bytes, Mapping)) or not isinstance(params, Sequence):
+            raise ValueError(f"pooling_params of type {type(params).__name__}: {_GIVE}")
+        if len(params) != len(inputs):
+            raise ValueError(f"{len(inputs)} prompts, but {len(params)} pooling_params: give one for all or one each")
+        each = [self._plan(task, [one], given, instruction, i) for i, (one, given) in enumerate(zip(inputs, params))]
+        return each or [self._plan(task, [], PoolingParams(), instruction)]
+
+    def _plan(
+        self, task: str, inputs: list[Any], params: PoolingParams, instruction: str | None, place: int = 0
+    ) -> PooledPlan:
+        """`place` is that of the first input among all."""
+        if not isinstance(params, PoolingParams):
+            raise ValueError(f"pooling_params of type {type(params).__name__}: {_GIVE}")
+        is_embedding = task == "embed"
+        asked = Asked(
+            task,
+            inputs,
+            dimensions=params.dimensions,
+            normalize=params.use_activation if is_embedding else None,
+            truncate=params.truncate_prompt_tokens,
+            side=params.truncation_side,
+            instruction=instruction,
+            raw_scores=params.use_activation is False and not is_embedding,
+        )
+        try:
+            return self._prompts.plan(asked)
+        except RequestError as error:
+            raise ValueError(
+                error.message.replace("inputs[0]", f"inputs[{place}]", 1) if place else error.message
+            ) from None
+
+
 class PooledCalls:
     """The methods of `LLM` whose results are vectors.  Their requests share batches with text generation."""
 
@@ -90,7 +202,7 @@ class PooledCalls:
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: ManyParams = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -98,6 +210,7 @@ class PooledCalls:
 
         Args:
             prompts: one or several, see `Prompt`.
+            pooling_params: one for all prompts, or one per prompt.
             use_tqdm: see `Progress`.
             instruction: put before each text: the name of one of the checkpoint's prompts, or a text.
 
@@ -106,14 +219,13 @@ class PooledCalls:
             RequestError: a prompt failed in the engine.
             RuntimeError: as `LLM.generate`.
         """
-        rows, _ = self._pooled("embed", _texts(prompts), pooling_params, use_tqdm, instruction)
-        return [EmbeddingRequestOutput(*row.common, EmbeddingOutput(row.values)) for row in rows]
+        return self._run(self._jobs.embed(prompts, pooling_params, instruction), use_tqdm)
 
     def classify(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        pooling_params: PoolingParams | None = None,
+        pooling_params: ManyParams = None,
         use_tqdm: Progress = True,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each class for each prompt.
@@ -121,13 +233,7 @@ class PooledCalls:
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        rows, labels = self._pooled("classify", _texts(prompts), pooling_params, use_tqdm)
-        return [
-            ClassificationRequestOutput(
-                *row.common, ClassificationOutput(row.values), labels[int(np.argmax(row.values))]
-            )
-            for row in rows
-        ]
+        return self._run(self._jobs.classify(prompts, pooling_params), use_tqdm)
 
     def score(
         self,
@@ -147,14 +253,7 @@ class PooledCalls:
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        ones, others = ([data] if isinstance(data, str) else list(data) for data in (data_1, data_2))
-        if len(ones) == 1:
-            ones *= len(others)
-        if len(ones) != len(others):
-            raise ValueError(f"{len(ones)} texts, but {len(others)} to compare with: give one, or as many")
-        pairs = [list(pair) for pair in zip(ones, others)]
-        rows, _ = self._pooled("score", pairs, pooling_params, use_tqdm, instruction)
-        return [ScoringRequestOutput(*row.common, ScoringOutput(row.values[0])) for row in rows]
+        return self._run(self._jobs.score(data_1, data_2, pooling_params, instruction), use_tqdm)
 
     def rerank(
         self,
@@ -174,42 +273,17 @@ class PooledCalls:
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        if top_n is not None and top_n < 1:
-            raise ValueError(f"top_n={top_n}: must be at least 1")
-        documents = [documents] if isinstance(documents, str) else list(documents)
-        scored = self.score(query, documents, pooling_params=pooling_params, use_tqdm=use_tqdm, instruction=instruction)
-        found = [RerankResult(i, documents[i], output.outputs.score) for i, output in enumerate(scored)]
-        return sorted(found, key=lambda result: -result.relevance_score)[:top_n]
+        return self._run(self._jobs.rerank(query, documents, top_n, pooling_params, instruction), use_tqdm)
 
-    def _pooled(
-        self,
-        task: str,
-        inputs: list[Any],
-        params: PoolingParams | None,
-        use_tqdm: Progress,
-        instruction: str | None = None,
-    ) -> tuple[list[_Row], list[str]]:
-        params = params or PoolingParams()
-        is_embedding = task == "embed"
-        asked = Asked(
-            task,
-            inputs,
-            dimensions=params.dimensions,
-            normalize=params.use_activation if is_embedding else None,
-            truncate=params.truncate_prompt_tokens,
-            side=params.truncation_side,
-            instruction=instruction,
-            raw_scores=params.use_activation is False and not is_embedding,
-        )
-        try:
-            plan = self.pooled_prompts.plan(asked)
-        except RequestError as error:
-            raise ValueError(error.message) from None
+    @property
+    def _jobs(self) -> PooledJobs:
+        return PooledJobs(self.pooled_prompts)
+
+    def _run(self, job: PooledJob, use_tqdm: Progress) -> list[Any]:
         advanced: deque[Any] = deque()
-        opened: list[OpenVector] = self._wait_for(self._submit_pooled(plan, advanced.append), advanced, use_tqdm)
-        return _rows(plan, opened), plan.labels
+        return job.results(self._wait_for(self._submit_pooled(job.plans, advanced.append), advanced, use_tqdm))
 
-    def _submit_pooled(self, plan: PooledPlan, advanced: Callable[[Any], None]) -> list[Any]:
+    def _submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[Any]:
         raise NotImplementedError
 
     def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from typing import Any
+
+from inflight.frontend.errors import shown
 
 __all__ = [
     "ClassificationOutput",
@@ -26,12 +30,43 @@ class PoolingParams:
             says.
         truncate_prompt_tokens: most tokens of a prompt, -1 for as many as fit; None: a longer one is an error.
         truncation_side: the one that is cut off, "left" or "right".
+
+    Raises:
+        ValueError: a value has the wrong type; the message names it and says what is allowed.
     """
 
     dimensions: int | None = None
     use_activation: bool | None = None
     truncate_prompt_tokens: int | None = None
     truncation_side: str = "right"
+
+    def __post_init__(self) -> None:
+        allowed = (
+            ("dimensions", _integer, "an integer or None"),
+            ("truncate_prompt_tokens", _integer, "an integer or None"),
+            ("use_activation", _flag, "True, False or None"),
+        )
+        for name, read, what in allowed:
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, None if value is None else read(value))
+            except TypeError:
+                raise ValueError(f"{name}={shown(value)} of type {type(value).__name__}: must be {what}") from None
+        if self.truncation_side not in ("left", "right"):
+            raise ValueError(f'truncation_side={shown(self.truncation_side)}: must be "left" or "right"')
+
+
+def _integer(value: Any) -> int:
+    """An integer of Python or numpy; no boolean."""
+    if isinstance(value, bool):
+        raise TypeError
+    return operator.index(value)
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError
+    return value
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,10 @@ from inflight.device.step_hook import StepHook
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.request_choice import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case
+from inflight.loading.forward.forward_pass import ForwardPass
 from inflight.loading.load_errors import LoadError
 from inflight.loading.memory_plan import DeviceMemory, MemoryPlan, num_host_blocks, plan_on_gpu
 from inflight.loading.paged_layers import PagedLayers
@@ -49,8 +51,10 @@ class CheckpointInfo:
         swap_seconds_per_block: measured time to copy a block to the host and back.
         choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
+        whole_prompts: a prompt is computed in one step, and no other request can use what was computed of it.
         graph_bytes: bytes that captured CUDA graphs take.
         pooler: vectors that the checkpoint can yield; known to a runner.
+        tiers: that keep KV beyond the pool; made for a runner.
     """
 
     max_model_len: int
@@ -66,8 +70,10 @@ class CheckpointInfo:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
     graph_bytes: int = 0
     pooler: PoolerFacts = field(default_factory=PoolerFacts)
+    tiers: Tiers | None = None
 
 
 @dataclass
@@ -108,6 +114,7 @@ class LoadedModel:
     Attributes:
         model: `model(input_ids[1, T], position_ids[1, T], ...)` in a forward context of `backend`: transformers'
             module or its replacement.
+        forward: the same, for runners.
         host_cache: host memory for swapped requests, if any.
         hooks: are called before the forward pass of each step.
         checked: sequences for which `model` computes the right logits, if all of the check at load has been made.
@@ -122,6 +129,7 @@ class LoadedModel:
     device: torch.device
     dtype: torch.dtype
     start: float
+    forward: ForwardPass = field(init=False)
     host_cache: HostCache | None = None
     hooks: list[StepHook] = field(default_factory=list)
     checked: Sequence[Case] = ()

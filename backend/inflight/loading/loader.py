@@ -32,10 +32,13 @@ from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, po
 from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, eos_token_ids, max_model_len, read_config
+from inflight.loading.checkpoint.headless import is_encoder
 from inflight.loading.checkpoint.kv_scales import kv_scales
 from inflight.loading.checkpoint.quant_method import loader_of
 from inflight.loading.checkpoint.weights import check_weights_fit
+from inflight.loading.encoders import load_encoder
 from inflight.loading.forward.acceleration import CannotQuantize, accelerate
+from inflight.loading.forward.forward_pass import ModulePass
 from inflight.loading.forward.last_logits import KeepsLogits
 from inflight.loading.forward.rotary import attach_request_rotary
 from inflight.loading.forward.switched_kernels import attach_kernels
@@ -69,6 +72,8 @@ def load(config: EngineConfig) -> LoadedModel:
     start = time.perf_counter()
     device = device_of(config.device)
     hf_config = read_config(config)
+    if is_encoder(hf_config.to_dict()):
+        return load_encoder(config, hf_config)
     text_config = hf_config.get_text_config(decoder=True)
     dtype, length = dtype_of(config.dtype, text_config), max_model_len(config, text_config)
     load_weights = loader_of(config, hf_config)
@@ -114,12 +119,14 @@ def load(config: EngineConfig) -> LoadedModel:
     all_cases, found_cases = found_cases, that_fit(found_cases, num_blocks, config.block_size)
     enter_phase("computing reference logits")
     check = _load_check(model, text_config.model_type, loaded, found_cases, limits)
-    loaded.model = _checked_forward(model, config, check, device, length)
+    loaded.model = loaded.forward = _checked_forward(model, config, check, device, length)
     if config.check_on_load and found_cases == all_cases:
         loaded.checked = found_cases
     if loaded.model is model and not found.keeps_logits:
         _log.warning("%s ignores logits_to_keep: it computes the logits of all tokens", type(model).__name__)
         loaded.model = KeepsLogits(model)
+    if loaded.forward is model:
+        loaded.forward = ModulePass(loaded.model)
     if meter is not None:
         recheck = partial(_recheck, check, loaded)
         loaded.sizing = Sizing(meter, used_before, _weight_bytes(model), num_blocks, check, recheck)
@@ -195,7 +202,7 @@ def _reference(model: nn.Module, model_type: str, found: list[Case], device: tor
 def _checked_forward(
     model: nn.Module, config: EngineConfig, check: LoadCheck, device: torch.device, max_model_len: int
 ) -> Any:
-    """The fastest forward pass that agrees with transformers' attention."""
+    """The fastest forward pass that agrees with transformers' attention: `model`, or what implements `ForwardPass`."""
     forward, scheme = model, scheme_of(config)
     if config.native_forward:
         try:

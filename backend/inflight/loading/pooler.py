@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +23,9 @@ from inflight.config import EngineConfig
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.pooling import Pooling
 from inflight.hub import checkpoint_file
-from inflight.loading.checkpoint.headless import is_classifier, is_headless, json_of, tensors_of, text_of
+from inflight.loading.checkpoint.headless import is_classifier, is_encoder, is_headless, json_of, tensors_of, text_of
 from inflight.loading.load_errors import LoadError
+from inflight.pooler_config import PoolerConfig
 
 __all__ = ["Pooler", "load_pooler"]
 
@@ -73,12 +75,16 @@ class Pooler:
     Args:
         facts: for frontends.
         modules: layers of an embedding.
-        head: float32 [labels, H] of scores and classes; None: there is none.
+        head: from float32 [R, H] to the logits of scores or classes, [R, labels]; None: there is none.
         activation: of its logits.
     """
 
     def __init__(
-        self, facts: PoolerFacts, modules: _Modules, head: Tensor | None, activation: Callable[[Tensor], Tensor]
+        self,
+        facts: PoolerFacts,
+        modules: _Modules,
+        head: Callable[[Tensor], Tensor] | None,
+        activation: Callable[[Tensor], Tensor],
     ) -> None:
         self.facts = facts
         self._dense = modules.dense
@@ -88,7 +94,7 @@ class Pooler:
     def __call__(self, hidden: Tensor, pooling: Pooling) -> Tensor:
         """float32 [R, H] -> float32 [R, D], for a task of the checkpoint."""
         if pooling.task != "embed" and self._head is not None:
-            logits = linear(hidden, self._head)
+            logits = self._head(hidden)
             return self._activation(logits) if pooling.activates else logits
         for weight, bias, activation in self._dense:
             hidden = activation(linear(hidden, weight, bias))
@@ -96,32 +102,44 @@ class Pooler:
         return normalize(hidden, dim=1) if pooling.activates else hidden
 
 
-def load_pooler(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Pooler:
+def load_pooler(
+    config: EngineConfig,
+    yields_hidden: bool,
+    device: torch.device,
+    own_head: Callable[[Tensor], Tensor] | None = None,
+) -> Pooler:
     """The pooler of a checkpoint; one without tasks if its vectors cannot be made.
 
     Args:
         yields_hidden: the loaded model shows its hidden states.
+        own_head: of the loaded model, for scores or classes; None: what the files say.
 
     Raises:
         LoadError: an option asks for what the checkpoint does not have, or a file of it is damaged.
     """
     try:
-        return _load(config, yields_hidden, device)
+        return _load(config, yields_hidden, device, own_head)
     except _Unsupported as why:
         return Pooler(PoolerFacts(lacking=str(why), generates=not is_headless(config)), _Modules(), None, _same)
     except (OSError, SafetensorError, KeyError, TypeError, AttributeError) as error:
         raise LoadError(f"{config.model!r}: its pooling cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Pooler:
+def _load(
+    config: EngineConfig, yields_hidden: bool, device: torch.device, own_head: Callable[[Tensor], Tensor] | None
+) -> Pooler:
     if not yields_hidden:
         raise _Unsupported("its model does not show the hidden states that its head takes")
     values = json_of(config, "config.json")
     text = text_of(values if isinstance(values, dict) else {})
-    size = next((text[name] for name in ("hidden_size", "n_embd", "d_model") if isinstance(text.get(name), int)), None)
+    size = next(
+        (text[name] for name in ("hidden_size", "n_embd", "d_model", "dim") if isinstance(text.get(name), int)), None
+    )
     if size is None or not isinstance(values, dict):
         raise _Unsupported("its config.json has no hidden_size")
     modules = _modules_of(config, device)
+    if own_head is not None:
+        return _of_classifier(config, values, modules, own_head)
     head, labels, activation = _head_of(config, values, text, modules)
     if head is not None and head.shape[1] != size:
         raise LoadError(f"{config.model!r}: {_SCORE} has {head.shape[1]} inputs, and hidden_size is {size}")
@@ -131,7 +149,11 @@ def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Po
             f"{config.model!r}: score_template and is_original_qwen3_reranker are for rerankers, and its scores are "
             "cosines of embeddings: set classifier_from_token in hf_overrides, too, or leave them out"
         )
-    kind = pooler.pooling_type.lower() if pooler.pooling_type else modules.kind or "last"
+    kind = (
+        pooler.pooling_type.lower()
+        if pooler.pooling_type
+        else modules.kind or ("mean" if is_encoder(values) else "last")
+    )
     normalizes = modules.normalizes if pooler.normalize is None else pooler.normalize
     tasks = ["embed", *(["score"] if head is None or len(head) == 1 else []), *(["classify"] if labels else [])]
     template = _template_of(config)
@@ -148,8 +170,30 @@ def _load(config: EngineConfig, yields_hidden: bool, device: torch.device) -> Po
         template=template,
         prompts={str(name): str(prompt) for name, prompt in (given or {}).items() if prompt},
         generates=not is_headless(config),
+        lowers=_lowers(config),
     )
-    return Pooler(facts, modules, None if head is None else head.to(device), activation)
+    return Pooler(facts, modules, None if head is None else partial(linear, weight=head.to(device)), activation)
+
+
+def _of_classifier(
+    config: EngineConfig, values: Mapping[str, Any], modules: _Modules, head: Callable[[Tensor], Tensor]
+) -> Pooler:
+    """The pooler of an encoder with a head of its own, which says what it reads."""
+    if config.pooler_config != PoolerConfig() or config.hf_overrides.classifier_from_token is not None:
+        raise LoadError(
+            f"{config.model!r}: its head says how hidden states are pooled, and the tokenizer how pairs are formatted: "
+            "leave out pooler_config and classifier_from_token"
+        )
+    count = len(values.get("id2label") or {}) or int(values.get("num_labels", 2))
+    facts = PoolerFacts(
+        tasks=[*(["score"] if count == 1 else []), "classify"],
+        kind="mean" if values.get("classifier_pooling") == "mean" else "cls",
+        labels=_labels(values, count),
+        pairs="tokenizer",
+        generates=False,
+        lowers=_lowers(config),
+    )
+    return Pooler(facts, modules, head, _activation_of_pairs(values) or _activation(values, count))
 
 
 def _modules_of(config: EngineConfig, device: torch.device) -> _Modules:
@@ -220,8 +264,7 @@ def _head_of(
             head = files.read([_SCORE])[_SCORE].float()
         else:
             raise _Unsupported(f"its safetensors files have no {_SCORE}")
-        named = {int(key): str(value) for key, value in (values.get("id2label") or {}).items()}
-        return head, [named.get(i, f"LABEL_{i}") for i in range(len(head))], _activation(values, len(head))
+        return head, _labels(values, len(head)), _activation(values, len(head))
     tokens = _answer_tokens(config, modules)
     if tokens is None:
         return None, [], _same
@@ -229,6 +272,29 @@ def _head_of(
         raise LoadError(f"{config.model!r}: a score of two tokens is not supported for a model that scales its logits")
     rows = _head_rows(config, [token for token in tokens if token is not None])
     return (rows[1:] - rows[:1] if len(rows) == 2 else rows), [], torch.sigmoid
+
+
+def _lowers(config: EngineConfig) -> bool:
+    options = json_of(config, "sentence_bert_config.json")
+    return isinstance(options, dict) and options.get("do_lower_case") is True
+
+
+def _labels(values: Mapping[str, Any], count: int) -> list[str]:
+    named = {int(key): str(value) for key, value in (values.get("id2label") or {}).items()}
+    return [named.get(i, f"LABEL_{i}") for i in range(count)]
+
+
+def _activation_of_pairs(values: Mapping[str, Any]) -> Callable[[Tensor], Tensor] | None:
+    """As sentence-transformers' CrossEncoder reads it from config.json; None: it says nothing."""
+    options = values.get("sentence_transformers")
+    named = options.get("activation_fn") if isinstance(options, dict) else None
+    named = named or values.get("sbert_ce_default_activation_function")
+    if named is None:
+        return None
+    name = str(named).rpartition(".")[2]
+    if name not in _ACTIVATIONS:
+        raise _Unsupported(f"the activation of its scores is {named}")
+    return _ACTIVATIONS[name]
 
 
 def _activation(values: Mapping[str, Any], num_labels: int) -> Callable[[Tensor], Tensor]:

@@ -16,7 +16,7 @@ from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.pooler import load_pooler
 from inflight.loading.startup import load_or_reuse
 from inflight.runner import cpu_threads
-from inflight.runner.forward_pass import ForwardPass, yields_hidden
+from inflight.runner.kv_tiers import make_tiers
 from inflight.runner.pooling import RowPooling
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults
@@ -63,10 +63,12 @@ class BaseRunner:
         self.faults = RowFaults(self.table, info.eos_token_ids)
         self.sampler = Sampler()
         compile_ops(info.vocab_size, loaded.dtype, device, ops, rules)
-        self.forward = ForwardPass(self.model, config.max_num_seqs)
+        self.forward = loaded.forward
+        self.forward.max_rows = max(self.forward.max_rows, config.max_num_seqs)
         self.prompt_logprobs = PromptLogprobs(self.state)
-        pooler = load_pooler(config, yields_hidden(self.model), device)
+        pooler = load_pooler(config, self.forward.yields_hidden, device, self.forward.head)
         info.pooler = pooler.facts
+        info.tiers = make_tiers(config, loaded)
         self.pooling = RowPooling(pooler, config.max_num_seqs, device)
 
     def fill_rows(self, out: SchedulerOutput) -> None:

@@ -229,7 +229,7 @@ class DeviceRunner(BaseRunner):
         tokens, positions = inputs.input_ids[: size.tokens], inputs.positions[: size.tokens]
         with forward_context(step.metadata, self.backend):
             keep, asked = inputs.logits_indices[: size.logits], step.asked_indices
-            return self.forward(tokens[None], positions[None], keep, asked, step.pooled_indices)
+            return self.forward.run(tokens[None], positions[None], keep, asked, step.pooled_indices)
 
     def finish_step(self, step: DeviceStep, logits: Tensor) -> SamplerOutput:
         """Sample, and put the tokens where the next step finds them.  Doing it again changes nothing."""

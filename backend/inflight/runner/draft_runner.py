@@ -28,7 +28,10 @@ def load_draft_runner(config: EngineConfig, load: Callable[[EngineConfig], Any])
     if speculative is None or speculative.model is None:
         return None
     try:
-        return load(_own_config(config, speculative))
+        runner = load(_own_config(config, speculative))
+        if runner.info.whole_prompts:
+            raise ConfigError(f"model={speculative.model!r} is an encoder, which predicts no tokens; name a decoder")
+        return runner
     except (LoadError, ConfigError) as error:
         raise type(error)(f"speculative_config: {error}") from error
 
@@ -46,6 +49,7 @@ def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineC
         kv_cache_memory=speculative.kv_cache_memory,
         num_gpu_blocks_override=None,
         swap_space=0,
+        kv_tiers=[],
         preemption_mode="recompute",
         async_scheduling=False,
         itl_target_ms=None,

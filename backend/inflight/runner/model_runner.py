@@ -86,7 +86,7 @@ class ModelRunner(BaseRunner):
         positions = inputs.position_of_token[inputs.logits_indices] + 1
         sampling = self.table.select(slots, positions, self.state.token_ids)  # masks are made while the model runs
         with forward_context(inputs.metadata, self.backend):
-            logits, more, hidden = self.forward(input_ids, inputs.positions, keep, ask, read)
+            logits, more, hidden = self.forward.run(input_ids, inputs.positions, keep, ask, read)
         forward_end = time.monotonic()
         step = self._sample(out, inputs, logits, sampling, slots, positions)
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()

@@ -27,8 +27,8 @@ def mask_where_needed(
     if needed is None:
         return token_ids, logits, {}
     rows, bitmask = needed.rows, needed.bitmask()
-    index = torch.from_numpy(rows)
-    token_ids[index] = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
+    again = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)
+    token_ids.numpy()[rows] = again.numpy()[rows]
     if metadata.logprobs:
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         metadata.ops.mask(logits, rows, bitmask)

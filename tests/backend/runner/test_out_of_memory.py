@@ -29,7 +29,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 def fail_steps(core: EngineCore, monkeypatch: pytest.MonkeyPatch, errors: dict[int, BaseException]) -> None:
     """Let the model raise `errors[n]` in its n-th call, after it has run."""
     runner: Any = getattr(core.runner, "runner", core.runner)
-    forward, calls = runner.forward, iter(range(10**6))
+    forward, calls = runner.forward.run, iter(range(10**6))
 
     def failing(*args: Any) -> Any:
         result = forward(*args)
@@ -37,7 +37,7 @@ def fail_steps(core: EngineCore, monkeypatch: pytest.MonkeyPatch, errors: dict[i
             raise error
         return result
 
-    monkeypatch.setattr(runner, "forward", failing)
+    monkeypatch.setattr(runner.forward, "run", failing)
 
 
 def serve(
@@ -167,7 +167,7 @@ def test_the_cache_is_emptied_when_nothing_of_the_step_is_left(
         tensors.append(ref(large))
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(core.runner, "forward", out_of_memory_with_tensors)
+    monkeypatch.setattr(core.runner.forward, "run", out_of_memory_with_tensors)
     monkeypatch.setattr(
         "inflight.device.memory.free_cached_memory", lambda device: alive.extend(tensor() for tensor in tensors)
     )

@@ -96,13 +96,13 @@ def test_a_vector_depends_on_no_neighbour_and_no_chunk_to_the_bit(llama: str) ->
 
 def test_rows_of_vectors_have_no_logits(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(llama)
-    forward, kept = core.runner.forward, []  # type: ignore[attr-defined]
+    forward, kept = core.runner.forward.run, []  # type: ignore[attr-defined]
 
     def recorded(ids: Any, positions: Any, keep: Any, asked: Any, hidden: Any) -> Any:
         kept.append((len(keep), len(hidden)))
         return forward(ids, positions, keep, asked, hidden)
 
-    monkeypatch.setattr(core.runner, "forward", recorded)
+    monkeypatch.setattr(core.runner.forward, "run", recorded)
     vectors_of(core, [pooled(1, prompt_of(9)), chat(2), pooled(3, prompt_of(5), "mean")])
     assert kept[0] == (1, 6), "one for the chat; the last of one, and all of the other"
 

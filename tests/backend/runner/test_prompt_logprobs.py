@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from inflight.engine.deltas import SequenceDelta
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.runner.forward_pass import ForwardPass
+from inflight.loading.forward.forward_pass import ModulePass
 
 MAX_ROWS = 7
 
@@ -54,15 +54,15 @@ def test_chunks_of_logits_change_no_entry(model_type: str, tmp_path: Path, sizes
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of each call of the head in a step."""
     seen: list[int] = []
-    logits = ForwardPass._logits
+    logits = ModulePass._logits
 
-    def counted(self: ForwardPass, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
+    def counted(self: ModulePass, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
         seen.append(len(keep))
         result = logits(self, inputs, keep)
         assert len(result) == len(keep)
         return result
 
-    monkeypatch.setattr(ForwardPass, "_logits", counted)
+    monkeypatch.setattr(ModulePass, "_logits", counted)
     return seen
 
 
@@ -72,10 +72,12 @@ def test_without_prompt_logprobs_the_model_is_called_once_a_step(tmp_path: Path,
     assert sizes == [1] * 4
 
 
-def test_chunks_have_as_many_rows_as_a_step_samples_anyway(tmp_path: Path) -> None:
-    model = nn.Identity()
-    assert ForwardPass(model, 1024).max_rows == 1024
-    assert ForwardPass(model, 1).max_rows == 256
+@pytest.mark.parametrize("native", [True, False])
+def test_chunks_have_as_many_rows_as_a_step_samples_anyway(tmp_path: Path, native: bool) -> None:
+    path = make_checkpoint("llama", tmp_path)
+    for max_num_seqs, most in ((1024, 1024), (1, 256)):
+        core = make_core(path, native_forward=native, max_num_seqs=max_num_seqs, max_num_batched_tokens=1024)
+        assert core.runner.forward.max_rows == most
 
 
 class _Detour(nn.Module):
@@ -96,11 +98,11 @@ class _Detour(nn.Module):
 
 
 def test_a_model_that_goes_round_its_decoder_computes_all_logits_at_once() -> None:
-    forward = ForwardPass(_Detour(), 1)
+    forward = ModulePass(_Detour())
     forward.max_rows = 3
     ids = torch.arange(10)[None]
     for _ in range(2):
-        logits, chunks, _ = forward(
+        logits, chunks, _ = forward.run(
             ids, ids, torch.tensor([9]), torch.arange(2, 10), torch.tensor([], dtype=torch.int64)
         )
         assert logits.argmax(-1).tolist() == [9]

@@ -141,7 +141,7 @@ def test_a_rule_that_raises_for_a_request_ends_that_one(
 def raise_for(core: EngineCore, poison: int, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> list[int]:
     """Let the forward pass raise whenever it sees a token; returns the sizes of all passes."""
     runner = runner_of(core)
-    forward = runner.forward
+    forward = runner.forward.run
     sizes: list[int] = []
 
     def failing(input_ids: torch.Tensor, *args: Any) -> Any:
@@ -150,7 +150,7 @@ def raise_for(core: EngineCore, poison: int, monkeypatch: pytest.MonkeyPatch, er
             raise error
         return forward(input_ids, *args)
 
-    monkeypatch.setattr(runner, "forward", failing)
+    monkeypatch.setattr(runner.forward, "run", failing)
     return sizes
 
 
@@ -229,7 +229,7 @@ def test_an_error_that_does_not_come_again_fails_no_request(
 ) -> None:
     core = small_core
     runner = runner_of(core)
-    forward, calls = runner.forward, iter(range(10**6))
+    forward, calls = runner.forward.run, iter(range(10**6))
 
     def failing(*args: Any) -> Any:
         result = forward(*args)
@@ -237,7 +237,7 @@ def test_an_error_that_does_not_come_again_fails_no_request(
             raise RuntimeError("once")
         return result
 
-    monkeypatch.setattr(runner, "forward", failing)
+    monkeypatch.setattr(runner.forward, "run", failing)
     deltas, failed = serve(core, {number: (prompt, {}) for number, prompt in enumerate(PROMPTS[:4])})
     assert not failed
     assert [tokens(output) for output in deltas.values()] == greedy_reference(checkpoint, PROMPTS[:4], [8] * 4)

@@ -17,6 +17,7 @@ from inflight.engine.policies.cost_model import StepLoad, step_load
 from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.workload.scenarios import Job
@@ -46,6 +47,8 @@ class SimulatedInfo:
     swap_seconds_per_block: float = 0.0
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
+    whole_prompts: bool = False
+    tiers: Tiers | None = None
 
 
 class _Ticket(NamedTuple):

@@ -26,9 +26,13 @@ from inflight.engine.policies.recompute_cost import LearnedRecomputeCost
 from inflight.engine.policies.row_shares import make_turns
 from inflight.engine.policies.short_prompts import ShortPromptsFirst
 from inflight.engine.policies.tenant_accounts import TenantAccounts
+from inflight.engine.policies.tier_admission import TierAdmission
 from inflight.engine.policies.urgency import OutrankingFirst
 from inflight.engine.policies.victims import make_victim
+from inflight.engine.policies.whole_prompts import WholePrompts
 from inflight.engine.request_factory import ModelInfo
+from inflight.engine.tiers.loads import Loads
+from inflight.engine.tiers.writer import TierWriter
 from inflight.grammars.base import Grammars
 from inflight.speculative import SpeculativeConfig
 
@@ -42,6 +46,8 @@ def make_policies(
     draft_runner: DraftRunner | None = None,
     accounts: TenantAccounts | None = None,
     record: AdmissionRecord | None = None,
+    whole_prompts: bool = False,
+    loads: Loads | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -51,6 +57,8 @@ def make_policies(
         draft_runner: of the model that `speculative_config` names; None: drafts are copied from text.
         accounts: of the tenants; None: new ones.
         record: receives admission's findings; None: they are not used.
+        whole_prompts: a prompt is computed in one step.
+        loads: of KV from tiers; None: there are no tiers.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -61,12 +69,15 @@ def make_policies(
         counts = adaptive.counts
         listeners.append(adaptive)
     admission = _make_admission(config, listeners)
+    if loads is not None:
+        admission = from_tier = TierAdmission(admission, loads)
+        listeners += [from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
-    budget = _make_budget(config, listeners)
+    budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)
     return Policies(
         order=order,
         victim=make_victim(config),
@@ -76,6 +87,7 @@ def make_policies(
         urgency=_make_urgency(config, order, admission, budget, listeners),
         drafter=None if drafter is None else SafeDrafter(drafter),
         draft_counts=counts,
+        tier_totals=(lambda: None) if loads is None else loads.tiers.totals,
         listeners=[*listeners, in_time],
     )
 

@@ -39,6 +39,7 @@ class MetricSpec(NamedTuple):
     Attributes:
         buckets: upper bounds; None if `max_model_len` determines them, or if it is no histogram.
         label: a label and its values; each value has its own metric.
+        engine_labels: labels whose values come with the engine's counts.
     """
 
     name: str
@@ -46,6 +47,7 @@ class MetricSpec(NamedTuple):
     description: str
     buckets: tuple[float, ...] | None = None
     label: tuple[str, tuple[str, ...]] | None = None
+    engine_labels: tuple[str, ...] = ()
 
 
 def buckets_1_2_5(limit: int) -> list[float]:
@@ -80,6 +82,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("vllm:num_preemptions_total", COUNTER, "Sequences put back in the queue."),
     MetricSpec("vllm:prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("vllm:prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
+    MetricSpec("vllm:external_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in KV tiers."),
+    MetricSpec("vllm:external_prefix_cache_hits_total", COUNTER, "Prompt tokens whose KV a KV tier had."),
     MetricSpec(
         "vllm:request_success_total",
         COUNTER,
@@ -134,6 +138,27 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory that hold swapped sequences."),
     MetricSpec("inflight_swapped_out_blocks_total", COUNTER, "KV blocks copied to host memory by preemption."),
     MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
+    MetricSpec("inflight_kv_tier_bytes", GAUGE, "Bytes that a KV tier keeps.", engine_labels=("tier",)),
+    MetricSpec(
+        "inflight_kv_tier_load_seconds_sum",
+        COUNTER,
+        "Seconds that a KV tier took to read extents.",
+        engine_labels=("tier",),
+    ),
+    MetricSpec("inflight_kv_tier_load_seconds_count", COUNTER, "Extents read from a KV tier.", engine_labels=("tier",)),
+    MetricSpec("inflight_kv_tier_stored_total", COUNTER, "Extents that a KV tier took.", engine_labels=("tier",)),
+    MetricSpec(
+        "inflight_kv_tier_dropped_total",
+        COUNTER,
+        "Extents that were not written to a KV tier: too many waited.",
+        engine_labels=("tier",),
+    ),
+    MetricSpec(
+        "inflight_kv_tier_errors_total",
+        COUNTER,
+        "Reads and writes of a KV tier that failed, by the kind of failure.",
+        engine_labels=("tier", "why"),
+    ),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
     MetricSpec(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from inflight.config import EngineConfig
+from inflight.engine.attached import Attached
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.pooling import Pooling
 from inflight.frontend.errors import RequestError, shown
@@ -60,12 +61,19 @@ class PooledPlan:
         pooling: of all of them.
         pairs: the two prompts of each input, whose vectors are compared; None: each prompt is an input.
         labels: of the numbers of a vector of classes; else empty.
+        second_starts: of each prompt with a pair of texts, see `Attached`; empty: no prompt has one.
     """
 
     prompts: list[list[int]]
     pooling: Pooling
     pairs: list[tuple[int, int]] | None
     labels: list[str]
+    second_starts: list[int] = field(default_factory=list)
+
+    def attached(self, prompt: int, traced: bool = False) -> Attached:
+        """What travels with a prompt."""
+        start = self.second_starts[prompt] if self.second_starts else 0
+        return Attached(traced=traced, pooling=self.pooling, second_start=start)
 
     @property
     def counts(self) -> list[int]:
@@ -119,8 +127,11 @@ class PooledPrompts:
         )
         if is_cosine:
             return self._cosine(asked, limit, pooling)
-        read: Callable[[Any, Asked, int | None], list[int]] = self._pair if task == "score" else self._single
-        prompts = [_named(i, read, entry, asked, limit) for i, entry in enumerate(asked.inputs)]
+        if task == "score":
+            pairs = [_named(i, self._pair, entry, asked, limit) for i, entry in enumerate(asked.inputs)]
+            prompts, starts = [token_ids for token_ids, _ in pairs], [start for _, start in pairs]
+            return PooledPlan(prompts, pooling, None, [], starts)
+        prompts = [_named(i, self._single, entry, asked, limit) for i, entry in enumerate(asked.inputs)]
         return PooledPlan(prompts, pooling, None, facts.labels if task == "classify" else [])
 
     def _cosine(self, asked: Asked, limit: int | None, pooling: Pooling) -> PooledPlan:
@@ -211,7 +222,7 @@ class PooledPrompts:
         return self._checked(_cut(entry, asked.side, limit))
 
     def _text(self, text: str, side: str, limit: int | None) -> list[int]:
-        text = self._bounded(text, side, limit)
+        text = self._bounded(text.lower() if self.facts.lowers else text, side, limit)
         token_ids = self._tokenizer.encode(text)
         if limit is None or len(token_ids) <= limit:
             return token_ids
@@ -234,18 +245,20 @@ class PooledPrompts:
         reach = 2 * most * longest  # as much again as the kept tokens can reach is context
         return text[:reach] if side == "right" else text[-reach:]
 
-    def _pair(self, entry: Any, asked: Asked, limit: int | None) -> list[int]:
-        """Token ids of one prompt with a query and a document, whose end is cut."""
+    def _pair(self, entry: Any, asked: Asked, limit: int | None) -> tuple[list[int], int]:
+        """Token ids of one prompt with a query and a document, whose end is cut; and where the document starts."""
         query, document = _pair_of(entry)
+        if self.facts.lowers:
+            query, document = query.lower(), document.lower()
         if self.facts.pairs == "tokenizer":
             if limit is None:
                 self._bounded(query + document, "right", None)
             else:
                 query, document = (self._bounded(text, "right", limit) for text in (query, document))
-            token_ids = self._tokenizer.encode_pair(query, document)
+            token_ids, start = self._tokenizer.encode_pair(query, document)
             if limit is not None and len(token_ids) > limit:
                 token_ids = self._shorter_pair(token_ids, document, limit)
-            return self._checked(token_ids)
+            return self._checked(token_ids), start
         before, after = self._frame
         texts = {"instruction": asked.instruction or _INSTRUCTION, "query": query, "document": document}
         body = re.sub(r"\{(instruction|query|document)\}", lambda found: texts[found[1]], self.facts.template[1])
@@ -254,7 +267,7 @@ class PooledPrompts:
         room = None if limit is None else limit - len(before) - len(after)
         if room is not None and room < 1:
             raise ValueError(f"truncate_prompt_tokens leaves no room beside the template's {limit and limit - room}")
-        return self._checked([*before, *_cut(middle, asked.side, room), *after])
+        return self._checked([*before, *_cut(middle, asked.side, room), *after]), 0
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:

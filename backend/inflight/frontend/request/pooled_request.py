@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
@@ -95,10 +94,10 @@ class PooledRequestReader:
         plan = self._prompts.plan(_embedding(values) if as_text else _asked(values))
         shared = self._parser.scheduling(wire, fields)
         trace = self._parser.trace_of(wire, "embeddings")
-        attached = Attached(traced=trace is not None, pooling=plan.pooling)
+        traced = trace is not None
         added = [
-            AddRequest(0, prompt, void_params(), attached=attached, arrival=wire.received, **shared)
-            for prompt in plan.prompts
+            AddRequest(0, prompt, void_params(), attached=plan.attached(i, traced), arrival=wire.received, **shared)
+            for i, prompt in enumerate(plan.prompts)
         ]
         timeout = None if shared["deadline"] is None else shared["deadline"] - wire.received
         client_id = self._parser.limits.check_name("the request id", wire.request_id)

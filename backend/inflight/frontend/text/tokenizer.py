@@ -38,7 +38,7 @@ class _Backend(Protocol):
     """The interface to a tokenizer library."""
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_pair(self, one: str, other: str) -> list[int]: ...
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], list[int]]: ...
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str: ...
     def decode_all(self, ids: list[int]) -> str: ...
     def entry(self, token_id: int) -> str: ...
@@ -61,9 +61,9 @@ class _Fast:
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    def encode_pair(self, one: str, other: str) -> list[int]:
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], list[int]]:
         (encoding,) = self._tokenizer.encode_batch_fast([(one, other)], add_special_tokens=True)
-        return encoding.ids
+        return encoding.ids, encoding.type_ids
 
     def decode_all(self, ids: list[int]) -> str:
         (text,) = self._tokenizer.decode_batch([ids], skip_special_tokens=False)  # `decode` holds Python's lock
@@ -92,8 +92,9 @@ class _Slow:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def encode_pair(self, one: str, other: str) -> list[int]:
-        return self._tokenizer.encode(one, other)
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], list[int]]:
+        found = self._tokenizer(one, other, return_token_type_ids=True)
+        return found["input_ids"], found["token_type_ids"]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(
@@ -142,8 +143,8 @@ class _Absent:
             '"tokenizer" to a checkpoint that has one'
         )
 
-    def encode_pair(self, one: str, other: str) -> list[int]:
-        return self.encode(one, True)
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], list[int]]:
+        return self.encode(one, True), []
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         return ""
@@ -262,13 +263,18 @@ class Tokenizer:
         """
         return self._backend.encode(text, add_special_tokens)
 
-    def encode_pair(self, one: str, other: str) -> list[int]:
+    def encode_pair(self, one: str, other: str) -> tuple[list[int], int]:
         """Token ids of two texts in one prompt, with the special tokens that the post-processor puts around a pair.
+
+        Returns:
+            The ids, and the first one of the second text; 0 if the tokenizer does not tell the texts apart.
 
         Raises:
             TokenizerError: the tokenizer is absent.
         """
-        return self._backend.encode_pair(one, other)
+        token_ids, types = self._backend.encode_pair(one, other)
+        start = types.index(1) if 1 in types else 0
+        return token_ids, start if all(kind == 1 for kind in types[start:]) else 0
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

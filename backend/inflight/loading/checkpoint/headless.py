@@ -13,9 +13,24 @@ from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file
 from inflight.loading.checkpoint.tensor_files import TensorFiles
 from inflight.loading.load_errors import LoadError
 
-__all__ = ["is_classifier", "is_headless", "json_of", "tensors_of", "text_of"]
+__all__ = ["is_classifier", "is_encoder", "is_headless", "json_of", "tensors_of", "text_of"]
 
 _CLASSIFIER = "ForSequenceClassification"
+_DECODERS = ("ForCausalLM", "LMHeadModel")
+# Model types of transformers whose tokens look both ways.
+_ENCODERS = {
+    "bert",
+    "camembert",
+    "distilbert",
+    "electra",
+    "eurobert",
+    "gte",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
+    "xlm-roberta",
+}
 
 
 def is_headless(config: EngineConfig) -> bool:
@@ -23,7 +38,7 @@ def is_headless(config: EngineConfig) -> bool:
     values = json_of(config, "config.json")
     if not isinstance(values, dict):
         return False
-    if is_classifier(values):
+    if is_classifier(values) or is_encoder(values):
         return True
     text = text_of(values)
     tied = text.get("tie_word_embeddings", values.get("tie_word_embeddings", True))
@@ -36,6 +51,13 @@ def is_headless(config: EngineConfig) -> bool:
 def is_classifier(values: Mapping[str, Any]) -> bool:
     """Whether a config.json is of transformers' `...ForSequenceClassification`."""
     return any(str(name).endswith(_CLASSIFIER) for name in values.get("architectures") or ())
+
+
+def is_encoder(values: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model whose tokens look both ways, such as BERT."""
+    named = [str(name) for name in values.get("architectures") or ()]
+    is_decoder = values.get("is_decoder") or any(name.endswith(_DECODERS) for name in named)
+    return values.get("model_type") in _ENCODERS and not is_decoder
 
 
 def text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:

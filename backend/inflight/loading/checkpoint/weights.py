@@ -16,7 +16,7 @@ from zipfile import is_zipfile
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils import logging as transformers_logging
 
 from inflight.attention.hf import IMPLEMENTATION
@@ -24,6 +24,7 @@ from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
 from inflight.hub import gguf_file, snapshot
 from inflight.loading.checkpoint import fp8_scheme
+from inflight.loading.checkpoint.headless import is_classifier, is_encoder
 from inflight.loading.checkpoint.kept_codes import saved_by_codes
 from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
@@ -42,6 +43,11 @@ _IGNORED = re.compile(
 )
 _CODES = re.compile(r"\.(qweight|weight_packed)$|\.weight\.absmax$")  # with several weights a number
 _SCORE = "score.weight"  # of a classifier
+# Of encoders: heads for training, without which hidden states are the same; positions that older versions saved.
+_BESIDE_ENCODER = re.compile(
+    r"^(cls|lm_head|vocab_\w+|head|decoder|generator_\w+|discriminator_\w+|predictions|qa_outputs)\.|(^|\.)pooler\."
+    r"|(^|\.)embeddings\.(position_ids|token_type_ids)$"
+)
 _MASK = re.compile(r"\.(attn|attention)\.bias$")
 _NUMBERS = {"F64", "F32", "F16", "BF16", "I64", "I32", "I16", "U64", "U32", "U16", "BOOL", "C64"}
 
@@ -188,17 +194,20 @@ def pretrained(
         output_loading_info=True,
     )
     try:
-        is_expected = read_elsewhere is None and _SCORE not in _stored(config)
+        is_expected = read_elsewhere is None and _SCORE not in _stored(config) and not is_encoder(hf_config.to_dict())
         with nullcontext() if is_expected else _quietly():
             if "state_dict" in options:
                 made: Any = type(from_config(config, hf_config, dtype, torch.device("meta")))
                 model, report = made.from_pretrained(None, **options)
             else:
-                model, report = AutoModelForCausalLM.from_pretrained(_source(config), **options)
+                model, report = _auto_class(hf_config).from_pretrained(_source(config), **options)
     except Exception as error:  # whatever the library, the model's code or a file raises
         raise _cannot_load(config, hf_config, error) from error
     if read_elsewhere is not None:
         report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not read_elsewhere.search(name)}
+    if is_encoder(hf_config.to_dict()):
+        report["unexpected_keys"] = {name for name in report["unexpected_keys"] if not _BESIDE_ENCODER.search(name)}
+        report["missing_keys"] = {name for name in report["missing_keys"] if not name.startswith("pooler.")}
     plain = read_elsewhere is None and "quantization_config" not in options
     _check_report(config, hf_config, report, plain)
     return scheme_of(config).place(model, hf_config, device, config.check_on_load).eval().requires_grad_(False)
@@ -283,7 +292,7 @@ def from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device
     """
     try:
         with device:
-            return AutoModelForCausalLM.from_config(
+            return _auto_class(hf_config).from_config(
                 hf_config,
                 dtype=dtype,
                 trust_remote_code=config.trust_remote_code,
@@ -291,6 +300,14 @@ def from_config(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device
             )
     except Exception as error:  # whatever the library or the model's code raises
         raise _cannot_load(config, hf_config, error) from error
+
+
+def _auto_class(hf_config: Any) -> Any:
+    """The class of transformers that loads the checkpoint."""
+    values = hf_config.to_dict()
+    if not is_encoder(values):
+        return AutoModelForCausalLM
+    return AutoModelForSequenceClassification if is_classifier(values) else AutoModel
 
 
 def _cannot_load(config: EngineConfig, hf_config: Any, error: Exception) -> LoadError:

@@ -8,7 +8,7 @@ Whatever remains different (a multiplier) shows in the check at load, which comp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -34,7 +34,14 @@ _NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
 class NativeDecoder:
-    """Called like the transformers model that it replaces, in a forward context of `CpuAttention`."""
+    """Called like the transformers model that it replaces, in a forward context of `CpuAttention`.
+
+    Implements `ForwardPass`; its head runs with the decoder.
+    """
+
+    yields_hidden = True
+    max_rows = 256
+    head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, tables: native.DecoderTables, attention: list[LayerAttention]) -> None:
         self.tables = tables
@@ -62,6 +69,15 @@ class NativeDecoder:
         tokens = input_ids[0], position_ids[0]
         logits, hidden = native.forward(self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep)
         return SimpleNamespace(logits=logits[None], hidden=hidden)
+
+    def run(
+        self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
+        rows = torch.cat([keep, asked]) if len(asked) else keep
+        result = self(input_ids, position_ids, rows, hidden_to_keep=hidden)
+        logits = result.logits[0]
+        more = logits[len(keep) :].split(self.max_rows) if len(asked) else ()
+        return logits[: len(keep)], more, result.hidden
 
 
 def native_decoder(model: nn.Module, stored_as: Formats = UNCHANGED) -> tuple[NativeDecoder, Callable[[], None]] | str:

@@ -22,14 +22,14 @@ from inflight.attention.base import LayerSpec
 from inflight.attention.hf import IMPLEMENTATION
 from inflight.loading.load_errors import LoadError, in_models_code
 
-__all__ = ["Probed", "probe"]
+__all__ = ["IGNORED_ARGUMENTS", "Probed", "probe"]
 
 _NUM_TOKENS, _MIDDLE = 3, 1
 _KINDS = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _IMPLEMENTATION = "inflight_probe"
 
 # Keyword arguments that do not affect a forward pass without gradients, padding and transformers' cache.
-_IGNORED = {
+IGNORED_ARGUMENTS = {
     "cache_position",
     "dropout",
     "is_causal",
@@ -263,7 +263,7 @@ def _record(
         sliding_window = recording.window_of(attention_mask, name)
     elif kwargs.get("is_causal") is False:
         raise _UnsupportedAttention(f"{name} is not causal (is_causal=False); only decoders are supported")
-    unknown = sorted(key for key, value in kwargs.items() if value is not None and key not in _IGNORED)
+    unknown = sorted(key for key, value in kwargs.items() if value is not None and key not in IGNORED_ARGUMENTS)
     if unknown:
         raise _UnsupportedAttention(f"{name} passes {', '.join(unknown)} to its attention, which is not supported")
     if query.shape[2] != key.shape[2]:

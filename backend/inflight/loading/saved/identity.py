@@ -28,7 +28,7 @@ from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.saved.cache_folder import CacheFolder
 
-__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "program_key"]
+__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "digest_of", "program_key"]
 
 FORMAT = 3  # of the keys and of the file
 DECISIVE = ("attention_backend", "block_size", "dtype", "head_bits", "kv_cache_dtype", "max_model_len", "quantization")
@@ -60,7 +60,7 @@ def checkpoint_key(config: EngineConfig, cache: CacheFolder) -> str:
     digest = hashlib.blake2b(msgspec.json.encode([FORMAT, options], order="deterministic"), digest_size=16)
     try:
         file = gguf_file(config.model, config.revision)
-        parts = _of_folder(config, cache) if file is None else [["gguf", _digest_of(file, cache)]]
+        parts = _of_folder(config, cache) if file is None else [["gguf", digest_of(file, cache)]]
     except CheckpointFileError as error:
         raise CannotKeep(str(error)) from None
     except OSError as error:
@@ -87,7 +87,7 @@ def _of_folder(config: EngineConfig, cache: CacheFolder) -> list[list[Any]]:
     for path in (folder / name for name in _CONFIGS):
         content = path.read_bytes() if path.is_file() else b""
         parts.append([path.name, hashlib.blake2b(content).hexdigest()])
-    return parts + [[path.name, _digest_of(path, cache)] for path in weights]
+    return parts + [[path.name, digest_of(path, cache)] for path in weights]
 
 
 def program_key(instruction_set: str, library: Path, torch_version: str) -> str:
@@ -145,14 +145,15 @@ def _expect_all_beside(index: Path, names: set[str]) -> None:
         raise CannotKeep(f"{index.name} names files that are not beside it")
 
 
-def _digest_of(path: Path, cache: CacheFolder) -> bytes:
-    """XXH3-128 of a file's bytes, perhaps remembered."""
+def digest_of(path: Path, cache: CacheFolder | None) -> bytes:
+    """XXH3-128 of a file's bytes, perhaps remembered in `cache`."""
     real = path.resolve()
     note = f"{hashlib.blake2b(os.fsencode(real), digest_size=16).hexdigest()}.digest"
     with real.open("rb", buffering=0) as file:
         stat = _stat(file.fileno())
         with contextlib.suppress(msgspec.MsgspecError, OSError):
-            remembered = msgspec.msgpack.decode(cache.read_note(note), type=_Remembered)
+            content = b"" if cache is None else cache.read_note(note)
+            remembered = msgspec.msgpack.decode(content, type=_Remembered)
             if remembered.stat == stat:
                 return remembered.digest
         begun = time.time_ns()
@@ -160,7 +161,7 @@ def _digest_of(path: Path, cache: CacheFolder) -> bytes:
         while count := file.readinto(buffer):
             state.update(buffer[:count])
         settled = max(stat[3:]) + _SETTLED_NS < begun
-        if settled and _stat(file.fileno()) == stat:
+        if cache is not None and settled and _stat(file.fileno()) == stat:
             cache.write_note(note, msgspec.msgpack.encode(_Remembered(stat, state.digest())))
         return state.digest()
 

@@ -127,7 +127,10 @@ def model_of(file: MappedFile, config: EngineConfig, start: float, compare: bool
         tables = decoder_of_parts(content.decoder, tensors_of(file), addresses)
     except (TypeError, KeyError, ValueError, IndexError) as error:
         raise Damaged(f"its tables are of another version: {error}") from None
-    loaded.model = NativeDecoder(tables, [module.inflight for module in modules])  # type: ignore[misc]
+    loaded.model = loaded.forward = NativeDecoder(
+        tables,
+        [module.inflight for module in modules],  # type: ignore[misc]
+    )
     loaded.checked = [Case(*case) for case in content.cases]
     if that_fit(list(loaded.checked), info.num_blocks, config.block_size) != loaded.checked:
         raise CannotKeep("the KV pool is too small to check them")

@@ -67,14 +67,16 @@ class GrammarMask:
         self._wait()  # a step that failed never applied its mask
         jobs = []
         firsts = np.flatnonzero(batch.positions == batch.first_positions)
-        ends = np.append(firsts[1:], len(batch.rows))
-        for row, end in zip(firsts.tolist(), ends.tolist()):
-            slot, first = int(batch.slots[row]), int(batch.first_positions[row])
+        slots, starts = batch.slots[firsts].tolist(), batch.first_positions[firsts].tolist()
+        prompts, rows = batch.num_prompt_tokens[firsts].tolist(), firsts.tolist()
+        for slot, start, prompt, row, end in zip(slots, starts, prompts, rows, [*rows[1:], len(batch.rows)]):
             sequence = self._sequences[slot]
             assert sequence is not None
-            tokens = batch.token_ids[slot]
-            sequence.advance(tokens[batch.num_prompt_tokens[row] + sequence.num_tokens : first].tolist())
-            jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
+            known = prompt + sequence.num_tokens
+            if known < start:  # else the drafter has brought it here
+                sequence.advance(batch.token_ids[slot, known:start].tolist())
+            drafts = batch.token_ids[slot, start : start + end - row - 1].tolist() if end - row > 1 else ()
+            jobs.append(MaskJob(sequence, row, drafts))
         ignores_eos = self._ignores_eos[batch.slots]
         if not self._overlaps:
             return LateMask(batch.ops, batch.rows, jobs, ignores_eos, self)
@@ -154,10 +156,11 @@ class LateMask(Mask):
         jobs: list[MaskJob] = []
         places: list[int] = []
         for job in self.jobs:
-            here = slice(job.row, job.row + 1 + len(job.draft_token_ids))
-            if not (all(is_certain[here]) and job.grammar.allows(job.draft_token_ids, tokens[here])):
-                jobs.append(job._replace(row=len(places)))
-                places += range(here.start, here.stop)
+            grammar, row, drafts = job
+            end = row + 1 + len(drafts)
+            if not (all(is_certain[row:end]) and grammar.allows(drafts, tokens[row:end])):
+                jobs.append(MaskJob(grammar, len(places), drafts))
+                places += range(row, end)
         if not jobs:
             return None
         return LateMask(self.ops, self.rows[places], jobs, self._ignores_eos[places], self._rule)

@@ -127,9 +127,13 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- if and (eq .Values.model.source "hub") .Values.model.hub.revision }}
 {{- $_ := set $own "revision" .Values.model.hub.revision }}
 {{- end }}
+{{- if .Values.kv.secret.name }}
+{{- $_ := set $own "kv_store_secret_file" "/etc/inflight-kv/secret" }}
+{{- end }}
+{{- $from := dict "drain_timeout" "drain.seconds" "kv_store_secret_file" "kv.secret" }}
 {{- range $key, $_ := .Values.model.settings }}
 {{- if hasKey $own $key }}
-{{- fail (printf "model.settings.%s: the chart sets this key, from %s" $key (ternary "drain.seconds" "model.source" (eq $key "drain_timeout"))) }}
+{{- fail (printf "model.settings.%s: the chart sets this key, from %s" $key (get $from $key | default "model.source")) }}
 {{- end }}
 {{- end }}
 {{- merge $own .Values.model.settings | toPrettyJson }}
@@ -201,6 +205,9 @@ v{{ include "inflight.peers" . }}
 {{- end }}
 {{- if and $v.cache.perReplica $v.cache.existingClaim }}
 {{- fail "cache.perReplica and cache.existingClaim: choose one" }}
+{{- end }}
+{{- if and $v.kv.size $v.kv.existingClaim }}
+{{- fail "kv.size and kv.existingClaim: choose one" }}
 {{- end }}
 {{- if and (eq $v.workload.kind "Deployment") (has (include "inflight.maxSurge" .) (list "0" "0%")) (has (include "inflight.maxUnavailable" .) (list "0" "0%")) }}
 {{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a rollout could not begin" }}

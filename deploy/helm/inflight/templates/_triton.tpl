@@ -97,6 +97,12 @@
     - {name: model, mountPath: "/repository/{{ $model.name }}/config.pbtxt", subPath: config.pbtxt, readOnly: true}
     - {name: model, mountPath: "/repository/{{ $model.name }}/1/model.json", subPath: model.json, readOnly: true}
     - {name: cache, mountPath: /var/cache/inflight}
+    {{- if or .Values.kv.size .Values.kv.existingClaim }}
+    - {name: kv, mountPath: /var/lib/inflight-kv}
+    {{- end }}
+    {{- if .Values.kv.secret.name }}
+    - {name: kv-secret, mountPath: /etc/inflight-kv, readOnly: true}
+    {{- end }}
     - {name: shm, mountPath: /dev/shm}
     - {name: triton-tmp, mountPath: /tmp}
     {{- if or (eq $model.source "pvc") (eq $model.source "image") }}

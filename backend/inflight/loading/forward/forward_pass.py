@@ -1,22 +1,20 @@
-"""A model's forward pass: logits, hidden states, and its head once more for positions with too many logits at once.
+"""What a loaded model can yield for the rows of a step: logits, its head for some positions alone, hidden states.
 
 Log probabilities of a prompt need logits at all of its positions: [2048, 151936] in float32 are 1.2 GB.  transformers'
-models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So the
-decoder's output of a step is kept, and the model is called again, chunk by chunk, with a decoder that returns it.
-That output also is the hidden states that vectors are made of.
+models compute `head(decoder(tokens)[logits_to_keep])`, with a scale or a softcap behind the head in some.  So
+`ModulePass` keeps the decoder's output of a step, and calls the model again, chunk by chunk, with a decoder that
+returns it.  That output also is the hidden states that vectors are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, cat
 
-from inflight.loading.forward.native_decoder import NativeDecoder
-
-__all__ = ["ForwardPass", "NoHiddenStates", "yields_hidden"]
+__all__ = ["ForwardPass", "ModulePass", "NoHiddenStates"]
 
 _MIN_ROWS = 256  # fewer would read the head's weights too often
 
@@ -27,24 +25,25 @@ class NoHiddenStates(RuntimeError):
     """The model does not show the hidden states that its head takes."""
 
 
-class ForwardPass:
-    """Calls a model whose logits are bounded.
+class ForwardPass(Protocol):
+    """A loaded model, called in a forward context.
 
-    Args:
-        model: `model(input_ids[1, T], position_ids[1, T], logits_to_keep[K])`.
-        max_num_seqs: rows of logits that a step has in any case; chunks have as many, or a few hundred.
+    Attributes:
+        yields_hidden: whether it shows the hidden states that its head takes, as far as its structure tells.
+        max_rows: most rows of the logits of `asked` in a chunk, where the head can run for some positions alone; a
+            runner whose steps have more rows in any case raises it.
+        head: from pooled hidden states, float32 [R, H], to the logits of scores or classes, float32 [R, labels]; None:
+            the model has no such head of its own.
     """
 
-    def __init__(self, model: Any, max_num_seqs: int) -> None:
-        self.max_rows = max(max_num_seqs, _MIN_ROWS)
-        self._model = model
-        self._is_native = isinstance(model, NativeDecoder)
-        self._decoder = _decoder_of(model)
+    yields_hidden: bool
+    max_rows: int
+    head: Callable[[Tensor], Tensor] | None
 
-    def __call__(
+    def run(
         self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor
     ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
-        """Run the model over int64 [1, T] tokens, in a forward context.
+        """Run the model over int64 [1, T] tokens.
 
         Args:
             keep: int64 [N], tokens among the T.
@@ -59,12 +58,27 @@ class ForwardPass:
         Raises:
             NoHiddenStates: the model has none for `hidden`.
         """
+
+
+class ModulePass:
+    """Implements `ForwardPass` for a model of transformers.
+
+    Args:
+        model: `model(input_ids[1, T], position_ids[1, T], logits_to_keep[K])`.
+    """
+
+    max_rows = _MIN_ROWS
+    head: Callable[[Tensor], Tensor] | None = None
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._decoder = _decoder_of(model)
+        self.yields_hidden = self._decoder is not None
+
+    def run(
+        self, input_ids: Tensor, position_ids: Tensor, keep: Tensor, asked: Tensor, hidden: Tensor
+    ) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         inputs = dict(input_ids=input_ids, position_ids=position_ids)
-        if self._is_native:
-            rows = cat([keep, asked]) if len(asked) else keep
-            result = self._model(**inputs, use_cache=False, logits_to_keep=rows, hidden_to_keep=hidden)
-            logits = result.logits[0]
-            return logits[: len(keep)], logits[len(keep) :].split(self.max_rows) if len(asked) else (), result.hidden
         if not len(asked) and not len(hidden):
             return self._logits(inputs, keep), (), _NOTHING
         if self._decoder is not None:
@@ -97,11 +111,6 @@ class ForwardPass:
 
     def _logits(self, inputs: dict[str, Tensor], keep: Tensor) -> Tensor:
         return self._model(**inputs, use_cache=False, logits_to_keep=keep).logits[0]
-
-
-def yields_hidden(model: Any) -> bool:
-    """Whether the model shows the hidden states that its head takes, as far as its structure tells."""
-    return isinstance(model, NativeDecoder) or _decoder_of(model) is not None
 
 
 def _decoder_of(model: Any) -> Any:
