@@ -29,7 +29,7 @@ _TRACING = ("transformers", "triton", "torch._dynamo", "torch._inductor", "torch
 
 class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        being_imported = not any(isinstance(finder, _BeforeTracing) for finder in sys.meta_path)
+        being_imported = _FINDER not in sys.meta_path
         asked_of_every_module = name.startswith("__") and name != "__path__"  # by `inspect`, for one
         if being_imported or asked_of_every_module:
             raise AttributeError(name)
@@ -46,6 +46,10 @@ class _BeforeTracing(MetaPathFinder):
         return None
 
 
+_PLACEHOLDERS = {name: _Placeholder(name) for name in _PARTS}
+_FINDER = _BeforeTracing()
+
+
 def import_torch() -> None:
     """The first import of torch in a process; without these parts, if this version can do without them."""
     try:
@@ -55,16 +59,17 @@ def import_torch() -> None:
     if not tried or "torch" in sys.modules:
         importlib.import_module("torch")
         return
-    sys.modules |= {name: _Placeholder(name) for name in _PARTS}
+    sys.modules |= _PLACEHOLDERS
     importlib.import_module("torch")
-    sys.meta_path.insert(0, _BeforeTracing())
+    sys.meta_path.insert(0, _FINDER)
 
 
 def complete_torch() -> None:
     """Import what was left out, if anything was."""
-    left_out = [name for name in _PARTS if isinstance(sys.modules.get(name), _Placeholder)]
+    left_out = [name for name, placeholder in _PLACEHOLDERS.items() if sys.modules.get(name) is placeholder]
     for name in left_out:
         del sys.modules[name]
     for name in left_out:
         importlib.import_module(name)
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _BeforeTracing)]
+    if _FINDER in sys.meta_path:
+        sys.meta_path.remove(_FINDER)

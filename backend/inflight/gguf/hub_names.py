@@ -38,7 +38,7 @@ class HubName:
 
 
 def hub_name(source: str) -> HubName | None:
-    """What `source` names, if that is a GGUF file on the hub; one in a folder of this machine is not."""
+    """The GGUF file on the hub that `source` names, if it does; one in a folder of this machine is none."""
     match = _NAME.fullmatch(source)
     if match is None or Path(source.partition("/")[0]).is_dir():
         return None

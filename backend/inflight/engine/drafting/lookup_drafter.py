@@ -96,9 +96,8 @@ class LookupGuesser:
             return self._go_on(request, limit)
         longest = max(match for _, _, match in found)
         voters = [(text, place) for text, place, match in found if match == longest]
-        if not self._votes:  # the latest is taken, and how far it really matches says how likely it is right
-            voters = voters[:1]
-            longest = max(longest, match_length(*voters[0], tokens, _LONG))
+        if not self._votes:  # the latest; how far it matches in truth says how likely it is right
+            voters, longest = voters[:1], max(longest, match_length(*voters[0], tokens, _LONG))
         self._sources[request] = *voters[0], end
         limit = max(1, int(min(limit, self._factor * longest)))
         return self._vote(voters, tokens, limit, longest)

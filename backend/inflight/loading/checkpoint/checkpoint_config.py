@@ -40,7 +40,7 @@ def read_config(config: EngineConfig) -> Any:
 
 
 def _gguf_files(config: EngineConfig) -> str:
-    """What to give instead, if the checkpoint is some of them."""
+    """Names of GGUF files to give instead, if the checkpoint has any, for a message."""
     names = gguf_names(config.model, config.revision)
     return f", only GGUF files; give {config.model}/FILE, which is one of {listed(names)}" if names else ""
 
