@@ -21,8 +21,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import common
-import gateway
 import serving
+
+import gateway
 
 SIDES = ("in-process", "grpc", "http", "gateway")
 
@@ -75,9 +76,7 @@ async def over_triton_http(address: str, tokens: int) -> AsyncIterator[gateway.S
     yield send
 
 
-async def served_times(
-    side: str, server: Any, port: int, streams: int, tokens: int
-) -> list[list[float]]:
+async def served_times(side: str, server: Any, port: int, streams: int, tokens: int) -> list[list[float]]:
     """The times of all responses of one round of a side."""
     connected = {
         "grpc": lambda: gateway.over_grpc(server.grpc_address, tokens),

@@ -26,7 +26,9 @@ class DirectRoutes:
         handlers: by type, what answers an exception of such a function; others are raised.
     """
 
-    def __init__(self, app: ASGIApp, answers: Mapping[str, Answer], handlers: Mapping[type[Exception], Handler]) -> None:
+    def __init__(
+        self, app: ASGIApp, answers: Mapping[str, Answer], handlers: Mapping[type[Exception], Handler]
+    ) -> None:
         self._app = app
         self._answers = answers
         self._handlers = handlers
