@@ -140,6 +140,8 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
 
 # Sent as `sampling_parameters`, and along with the messages.
 _SAMPLING, _CHAT = tuple(SamplingOptions.__annotations__), tuple(ChatOptions.__annotations__)
+_SAMPLING_NAMES = frozenset(_SAMPLING)
+_SCALARS = (str, bool, int, float, type(None))
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,7 @@ class GenerationRequest:
         prompts = {"prompt": prompt, "messages": messages, "input_ids": input_ids}
         pooling = rest.pop("pooling", None)
         check_one_prompt(prompts if pooling is None else {**prompts, "pooling": pooling})
-        sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
+        sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING_NAMES}
         if (described := rest.pop("json_schema", None)) is not None:
             sampling["structured_outputs"] = {
                 **sampling.get("structured_outputs", {}),
@@ -338,6 +340,8 @@ def _trace_headers(given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: one is not printable ASCII.
     """
+    if not given:
+        return {}
     found = {name.lower(): value for name, value in given.items()}
     headers = {name: found[name] for name in ("traceparent", "tracestate") if found.get(name)}
     for name, value in headers.items():
@@ -369,6 +373,8 @@ def _check_integers(name: str, values: Sequence[Any], bits: int) -> None:
 
 def _plain(value: Any) -> Any:
     """Convert numpy scalars and arrays, tuples and sets in a sampling value to JSON types."""
+    if type(value) in _SCALARS:
+        return value
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -24,6 +24,7 @@ from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.classify import classify
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.connections import STATE, Connections
+from inflight_gateway.direct_routes import DirectRoutes
 from inflight_gateway.embeddings import embeddings
 from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
@@ -177,12 +178,7 @@ def build_app(
         routes=_routes(),
         middleware=_middleware(options, shared),
         lifespan=lifespan,
-        exception_handlers={
-            APIError: _failed,
-            HTTPException: _refused,
-            ClientGone: _gone,
-            ClientDisconnect: _gone,
-        },
+        exception_handlers=dict(_HANDLERS),
     )
     app.state.gateway = shared
     return app
@@ -218,8 +214,9 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         open_paths=[*(("/load", "/metrics") if options.open_metrics else ()), *(OPEN_PATHS if options.page else ())],
         error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
+    direct = Middleware(DirectRoutes, {one.path: one.answer for one in _ENDPOINTS if one.body}, _HANDLERS)
     if not options.cors_origins:
-        return [*outer, front]
+        return [*outer, front, direct]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.cors_origins),
@@ -227,7 +224,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", WARNING, "retry-after"],
     )
-    return [*outer, cors, front]
+    return [*outer, cors, front, direct]
 
 
 async def _failed(http: Request, error: Exception) -> Response:
@@ -251,3 +248,6 @@ async def _refused(http: Request, error: Exception) -> Response:
 async def _gone(http: Request, error: Exception) -> Response:
     http.scope["client_gone"] = True
     return Response(status_code=499)  # the client has disconnected
+
+
+_HANDLERS = {APIError: _failed, HTTPException: _refused, ClientGone: _gone, ClientDisconnect: _gone}
