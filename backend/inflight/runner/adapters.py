@@ -29,7 +29,7 @@ from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
 
-__all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
+__all__ = ["AdapterRows", "AdapterTable", "attach_adapters", "check_adapters"]
 
 _log = logging.getLogger(__name__)
 
@@ -236,25 +236,29 @@ class AdapterRows:
 _BASE = Entry(AdapterRef("", "", "", 0))
 
 
+def check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Before anything is loaded.  Raises ConfigError: they cannot be served on this device."""
+    if config.enable_lora and device.type != "cpu":
+        raise ConfigError(
+            f'enable_lora=True on device "{device.type}": adapters are served on CPUs; merge the adapter into the '
+            'checkpoint, or set device to "cpu"'
+        )
+
+
 def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRows]:
     """The step hook for adapters, if the options ask for it; `loaded.info` gets the table and its salts.
 
     Raises:
-        ConfigError: they cannot be served on this device or in this dtype.
+        ConfigError: they cannot be served in the dtype that was asked for.
     """
     if not config.enable_lora:
         return []
-    if loaded.device.type != "cpu":
-        raise ConfigError(
-            f'enable_lora=True with device "{loaded.device.type}": adapters are served on CPUs; merge the adapter into '
-            'the checkpoint, or set device to "cpu"'
-        )
     model = adapted_model(loaded.model, loaded.dtype, lambda: _run_a_few(config, loaded))
-    wanted = {"auto": model.dtype}.get(config.lora_dtype) or getattr(torch, config.lora_dtype)
-    if wanted != model.dtype:
+    own = str(model.dtype).removeprefix("torch.")
+    if config.lora_dtype not in ("auto", own):
         raise ConfigError(
-            f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is "
-            f'{str(model.dtype).removeprefix("torch.")!r}; set lora_dtype to "auto", or dtype to {config.lora_dtype!r}'
+            f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
+            f'to "auto", or dtype to {config.lora_dtype!r}'
         )
     table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank)
     loaded.info.adapters = table
