@@ -337,7 +337,7 @@ def test_without_enable_lora_an_adapter_is_refused(llama: str, eight: list[Adapt
 def test_options_that_cannot_be_met(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for options, said in [
-        ({"device": "cuda"}, "enable_lora=True on device "cuda": adapters are served on CPUs"),
+        ({"device": "cuda"}, 'enable_lora=True on device "cuda": adapters are served on CPUs'),
         ({"lora_dtype": "bfloat16"}, "lora_dtype='bfloat16': .* which is 'float32'"),
     ]:
         with pytest.raises(ConfigError, match=said):
