@@ -33,7 +33,7 @@ from inflight.runner.pipeline import make_runner
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, seed=0)
 
-# What an adapter may look like; the targets are the last names of its layers.
+# Adapters of many kinds; the targets are the last names of their layers.
 KINDS: dict[str, dict[str, Any]] = {
     "all layers": {},
     "some layers": dict(targets=["q_proj", "v_proj", "qkv_proj", "down_proj", "c_fc", "fc2"]),
