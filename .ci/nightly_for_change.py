@@ -38,7 +38,12 @@ ROOMS = {
         "tests/real_model",
     ],
     "backend/inflight/ops/": ["tests/backend/kernels"],
-    "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated", "tests/real_model"],
+    "backend/inflight/runner/": [
+        "tests/backend/runner",
+        "tests/backend/emulated",
+        "tests/e2e/test_kv_tiers.py",
+        "tests/real_model",
+    ],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],

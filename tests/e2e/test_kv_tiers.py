@@ -19,7 +19,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
-LENGTH = 1800  # tokens of a prompt; an extent has 256
+LENGTH = 1300  # tokens of a prompt; an extent has 256
 OUTPUT = 12
 _ATTEMPTS = 10  # a busy machine can take longer to read than the engine expects to compute
 
@@ -117,6 +117,7 @@ def test_a_folder_that_goes_away_fails_no_request(
     wait_for(lambda: count(tiered, "tiered", "inflight_kv_tier_errors_total"))
 
 
+@pytest.mark.nightly
 @needs_redis
 def test_a_redis_that_stops_and_dies_fails_no_request(
     triton: TritonServer, tmp_path: Path, expected: dict[int, list[int]]
