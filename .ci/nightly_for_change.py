@@ -17,6 +17,7 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
+    "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py"],
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
     "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py", "tests/real_model"],
@@ -33,7 +34,12 @@ ROOMS = {
         "tests/real_model",
     ],
     "backend/inflight/ops/": ["tests/backend/kernels"],
-    "backend/inflight/runner/": ["tests/backend/runner", "tests/backend/emulated", "tests/real_model"],
+    "backend/inflight/runner/": [
+        "tests/backend/runner",
+        "tests/backend/emulated",
+        "tests/e2e/test_kv_tiers.py",
+        "tests/real_model",
+    ],
     "backend/inflight/sampling/": ["tests/backend/sampling", "tests/backend/kernels"],
     "bench/": ["tests/bench"],
     "client/": ["tests/client"],

@@ -36,6 +36,7 @@ class Info:
     swap_seconds_per_block = 0.0
     choices = ()
     grammars = None
+    tiers = None
 
 
 class IdleRunner:

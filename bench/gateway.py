@@ -88,15 +88,15 @@ def gateway(triton: str, cores: set[int] | None = None) -> Iterator[tuple[int, i
         yield port, process.pid
 
 
-# The two clients# The two clients
+# The two clients
 
 
 @contextlib.asynccontextmanager
-async def over_grpc(address: str) -> AsyncIterator[Send]:
+async def over_grpc(address: str, tokens: int = TOKENS) -> AsyncIterator[Send]:
     import grpc
     from tritonclient.grpc.service_pb2 import ModelStreamInferResponse
 
-    message = stream_request()
+    message = stream_request(tokens)
     async with grpc.aio.insecure_channel(address) as channel:
         method = channel.stream_stream(STREAM_METHOD, response_deserializer=ModelStreamInferResponse.FromString)
 
@@ -113,12 +113,12 @@ async def over_grpc(address: str) -> AsyncIterator[Send]:
         yield send
 
 
-def stream_request() -> bytes:
+def stream_request(tokens: int = TOKENS) -> bytes:
     """The request that the gateway sends for such a completion."""
     from inflight_client.request import GenerationRequest
     from inflight_client.wire import grpc_request
 
-    options = {"max_tokens": TOKENS, "ignore_eos": True, "temperature": 0, "return_num_cached_tokens": True}
+    options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_num_cached_tokens": True}
     request = GenerationRequest.build(PROMPT, None, None, options, model=MODEL, timeout=60)
     return grpc_request(request, 60).SerializeToString()
 

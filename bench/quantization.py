@@ -1,13 +1,16 @@
 #!/usr/bin/env python3
 """The loss of quality in each format of weights and KV cache: perplexity and divergence on Python's documentation.
 
-    python bench/quantization.py [--models smollm2 demo] [--formats ...] [--tokens N] [--output FILE]
+    python bench/quantization.py [--models smollm2 demo] [--formats ...] [--tokens N] [--llama-cpp FOLDER]
+        [--output FILE]
 
 Each format computes the text in windows of 1024 tokens.  Its distributions of the next token are compared with those in
 float32: perplexity, mean Kullback-Leibler divergence, and how often the most likely token is the same.  Numbers in fp8
 and int4 are those of a GPU, computed on the CPU (by the twins of the tests).
 
 "int4, GPTQ on own samples" is what `inflight quantize` makes of the model; its head stays in 16 bits.
+"GGUF Q4_K_M" and the like are files that llama.cpp's `llama-quantize` (in FOLDER) makes of the weights in float32, as
+Inflight serves them: in their codes, with inputs in eight bits, as llama.cpp has them.
 
 - smollm2: SmolLM2-135M-Instruct (`make smollm2`) on the help topics of `pydoc`, which come with every Python; another
   Python has another text, so the record says which.
@@ -20,6 +23,7 @@ import hashlib
 import math
 import platform
 import runpy
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -35,6 +39,7 @@ from torch import Tensor
 sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
 
 from fp8_twins import fp8_twins
+from gguf_files import as_gguf
 from int4_layers import int4_twins
 
 from inflight.attention.base import forward_context
@@ -62,8 +67,12 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 weights, head 16": dict(quantization="int4", head_bits=16),
     "int4 weights, GPU": dict(quantization="int4"),
     "int4, GPTQ on own samples": dict(),
+    "GGUF Q4_0": dict(),
+    "GGUF Q4_K_M": dict(),
+    "GGUF Q8_0": dict(),
 }
 GPTQ = "int4, GPTQ on own samples"
+GGUF = "GGUF "
 WINDOW = 1024
 
 
@@ -101,13 +110,25 @@ def windows(folder: Path, text: str, tokens: int) -> list[list[int]]:
     return [ids[start : start + WINDOW + 1] for start in range(0, len(ids) - 1, WINDOW)]
 
 
-def loaded(folder: Path, format: str) -> LoadedModel:
+def loaded(folder: Path, format: str, llama_cpp: str | None) -> LoadedModel:
     if format == GPTQ:
         with tempfile.TemporaryDirectory() as made:
             output = Path(made) / "int4"
             write_quantized(str(folder), output, Scheme(group=32, head_bits=16), Wanted(8, 512, seed=0), Shown(False))
             return _loaded(output, format)
+    if format.startswith(GGUF):
+        assert llama_cpp is not None
+        with tempfile.TemporaryDirectory() as made:  # the loaded model refers to no file
+            return _loaded(as_quantized(folder, Path(made), format.removeprefix(GGUF), llama_cpp), format)
     return _loaded(folder, format)
+
+
+def as_quantized(folder: Path, made: Path, kind: str, llama_cpp: str) -> Path:
+    """The checkpoint as a file of llama.cpp's, without its tokenizer."""
+    plain, file = made / "F32.gguf", made / f"{kind}.gguf"
+    as_gguf(str(folder), plain)
+    subprocess.run([Path(llama_cpp) / "llama-quantize", plain, file, kind], check=True, capture_output=True)
+    return file
 
 
 def _loaded(folder: Path, format: str) -> LoadedModel:
@@ -159,12 +180,14 @@ class Sums:
         }
 
 
-def measure(folder: Path, text: list[list[int]], formats: list[str]) -> dict[str, dict[str, float]]:
+def measure(
+    folder: Path, text: list[list[int]], formats: list[str], llama_cpp: str | None = None
+) -> dict[str, dict[str, float]]:
     """Figures of each format.
 
     All models are loaded at once, because the exact distributions of the whole text would take gigabytes.
     """
-    models = {name: loaded(folder, name) for name in dict.fromkeys([EXACT, *formats])}
+    models = {name: loaded(folder, name, llama_cpp) for name in dict.fromkeys([EXACT, *formats])}
     sums = {name: Sums() for name in models}
     for ids in text:
         exact = log_probabilities(models[EXACT], ids)
@@ -177,9 +200,13 @@ def main() -> None:
     args = common.options(
         __doc__,
         models=dict(choices=list(MODELS), default=["smollm2"], nargs="+"),
-        formats=common.choice(FORMATS),
+        formats=dict(choices=list(FORMATS), nargs="+", help="default: all; those of llama.cpp only with --llama-cpp"),
         tokens=dict(type=int, default=8 * WINDOW, help="of each text"),
+        llama_cpp=dict(metavar="FOLDER", help="folder of llama.cpp's programs"),
     )
+    formats = args.formats or [name for name in FORMATS if args.llama_cpp or not name.startswith(GGUF)]
+    if args.llama_cpp is None and any(name.startswith(GGUF) for name in formats):
+        raise SystemExit(f"formats of {GGUF}need --llama-cpp FOLDER, whose llama-quantize writes the files")
     runs: dict[str, dict[str, dict[str, float]]] = {}
     texts: dict[str, dict[str, Any]] = {}
     for name in args.models:
@@ -192,7 +219,7 @@ def main() -> None:
             "tokens": sum(len(ids) - 1 for ids in prompts),
         }
         print(f"{name}: {texts[name]['tokens']} tokens of {texts[name]['text']}", flush=True)
-        runs[name] = measure(folder, prompts, args.formats)
+        runs[name] = measure(folder, prompts, formats, args.llama_cpp)
         for format, run in runs[name].items():
             print(
                 f"  {format:<25} perplexity {run['perplexity']:8.4f}   KL divergence {run['kl_divergence']:.6f} nats   "

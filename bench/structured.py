@@ -22,6 +22,7 @@ import numpy as np
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.spec import GrammarSpec
+from inflight.worker import settle_garbage_collector
 
 ITEM = {
     "type": "object",
@@ -98,6 +99,7 @@ def main() -> None:
     sides: dict[str, list[float]] = {"plain": [], "constrained": [], "drafts off": [], "all allowed": []}
     bench.throughput(None)
     bench.throughput(schema())
+    settle_garbage_collector()  # as the engine process does
     for _ in range(arguments.rounds):
         sides["plain"].append(bench.throughput(None))
         sides["constrained"].append(bench.throughput(schema()))

@@ -80,12 +80,13 @@ def entry(struct: type[msgspec.Struct], key: str, heading: str) -> str:
 
 
 def descriptions(struct: type) -> dict[str, str]:
-    """The meaning of each field, from the docstring's section `Attributes:`; an entry can describe several fields."""
-    section = inspect.cleandoc(struct.__doc__ or "").split("\nAttributes:\n")[1]
+    """The meaning of each field, from the docstrings' sections `Attributes:`; an entry can describe several fields."""
     found = {}
-    for names, text in re.findall(r"(?m)^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", section):
-        for name in names.split(", "):
-            found[name] = re.sub(r"\s+", " ", text)
+    for part in struct.__mro__[: struct.__mro__.index(msgspec.Struct)]:
+        section = inspect.cleandoc(part.__doc__ or "").split("\nAttributes:\n")[1]
+        for names, text in re.findall(r"(?m)^ {4}(\w+(?:, \w+)*): (.*(?:\n {8}.*)*)", section):
+            for name in names.split(", "):
+                found[name] = re.sub(r"\s+", " ", text)
     return found
 
 
@@ -149,11 +150,16 @@ def _prose(text: str) -> str:
 
 def commands() -> str:
     group: Any = typer.main.get_command(app)
-    parts = [_COMMANDS]
+    return "\n".join([_COMMANDS, *_commands("inflight", group)])
+
+
+def _commands(before: str, group: Any) -> Iterator[str]:
+    """The commands of a group, and those of the groups in it."""
     for name, command in sorted(group.commands.items()):
-        if not command.hidden:
-            parts.append(_command(f"inflight {name}", command))
-    return "\n".join(parts)
+        if hasattr(command, "commands"):
+            yield from _commands(f"{before} {name}", command)
+        elif not command.hidden:
+            yield _command(f"{before} {name}", command)
 
 
 def _command(name: str, command: Any) -> str:

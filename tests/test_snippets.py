@@ -57,12 +57,23 @@ def test_no_command_hides_in_a_text_block() -> None:
 # -- sh
 
 
+def command_of(words: list[str]) -> tuple[Any, list[str]]:
+    """The command that the first words name, or None, and the other words."""
+    command = GROUP
+    while hasattr(command, "commands"):
+        if not words or words[0] not in command.commands:
+            return (None if command is GROUP else command), words
+        command, words = command.commands[words[0]], words[1:]
+    return command, words
+
+
 def check_inflight(words: list[str]) -> str:
     """Parsed as the command line parses it, without running it."""
-    if len(words) < 2 or words[1] not in GROUP.commands:
-        return f"no command {words[1:2]}"
+    command, rest = command_of(words[1:])
+    if command is None:
+        return f"no command {words[1:3]}"
     try:
-        GROUP.commands[words[1]].make_context(words[1], words[2:])
+        command.make_context(words[1], rest)
     except Exception as error:  # of typer's or click's many kinds
         return f"{type(error).__name__}: {error}"
     return ""
@@ -154,8 +165,8 @@ def test_commands_within_sentences_are_valid() -> None:
     for page, text in QUOTED:
         if not re.match(r"inflight [a-z]", text):
             continue
-        _, name, *rest = text.split()
-        params = GROUP.commands[name].params if name in GROUP.commands else []
+        command, rest = command_of(text.split()[1:])
+        params = [] if command is None else command.params
         has = {option for param in params for option in (*param.opts, *param.secondary_opts)}
         options = {word.split("=")[0] for word in rest if word.startswith("--")}
         if not params or options - has - {"--help"}:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from inflight.frontend.request.structured_outputs import grammar
     from inflight.in_process.async_llm import AsyncLLM
     from inflight.in_process.llm import LLM
+    from inflight.in_process.lora import LoRARequest
     from inflight.in_process.outputs import CompletionOutput, Logprob, RequestOutput, RequestOutputKind
     from inflight.in_process.params import SamplingParams
     from inflight.in_process.pooling_outputs import (
@@ -27,6 +28,7 @@ __all__ = [
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "RequestOutput",
@@ -46,6 +48,7 @@ _MODULES = {
     "CompletionOutput": "inflight.in_process.outputs",
     "EmbeddingRequestOutput": "inflight.in_process.pooling_outputs",
     "LLM": "inflight.in_process.llm",
+    "LoRARequest": "inflight.in_process.lora",
     "Logprob": "inflight.in_process.outputs",
     "PoolingParams": "inflight.in_process.pooling_outputs",
     "RequestOutput": "inflight.in_process.outputs",
@@ -55,7 +58,7 @@ _MODULES = {
     "ScoringRequestOutput": "inflight.in_process.pooling_outputs",
     "grammar": "inflight.frontend.request.structured_outputs",
 }
-_BACKEND_EXTRA = {"huggingface_hub", "jinja2", "safetensors", "tokenizers", "torch", "transformers", "xxhash"}
+_BACKEND_EXTRA = {"huggingface_hub", "jinja2", "regex", "safetensors", "tokenizers", "torch", "transformers", "xxhash"}
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,8 @@ import msgspec
 from msgspec import Meta
 
 from inflight.kernel_config import KernelConfig
+from inflight.kv_tiers_config import KVTier
+from inflight.lora_options import LoraOptions
 from inflight.pooler_config import HfOverrides, PoolerConfig
 from inflight.speculative import SpeculativeConfig
 from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
@@ -75,6 +77,11 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
         ) from None
 
 
+def _without_passwords(text: str) -> str:
+    """A message goes to the log; a URL in it can have a user and a password."""
+    return re.sub(r"(?<=://)[^\s/'\"]*@|(?<=password=)[^\s&'\"]*", "***", text)
+
+
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     """The allowed values: those of a `Literal`, or the keys of a nested object."""
     kinds = (hint, *get_args(hint))
@@ -122,11 +129,12 @@ class PriorityClass(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_queue_size: _PositiveInt
 
 
-class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All options of the engine.  Frozen; unknown keys are errors.
 
     Attributes:
-        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id.
+        model: directory of a Hugging Face checkpoint, a GGUF file, or a hub id; `org/repo:Q4_K_M` and
+            `org/repo/name.gguf` are GGUF files on the hub.
         tokenizer: directory or hub id of the tokenizer; `None` means `model`.
         revision: hub revision of the checkpoint.
         tokenizer_revision: hub revision of the tokenizer; `None` means `revision`.
@@ -178,6 +186,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             "swap" and "recompute" always do the same.
         enable_prefix_caching: reuse the KV blocks of equal prompt prefixes, within a tenant and a `cache_salt`, so the
             time to the first token reveals nothing about the requests of another tenant.
+        kv_tiers: where KV is kept beyond the pool, the fastest first: [{"type": "host", "size": "4GiB"}, {"type":
+            "disk", "path": "/kv", "size": "100GiB"}]. A conversation that returns is then read where that is faster
+            than computing it, also by another engine; outputs are the same. On a CPU. See docs/memory.md.
+        kv_store_secret_file: file with a secret of at least 16 bytes, the same for all engines that share a tier. What
+            a tier keeps is then signed, and its names tell nothing about prompts.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         kernel_config: kernels that are off until a card has measured them; keys in docs/gpu.md, "Switches".
@@ -292,6 +305,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     swap_space: Annotated[float, Meta(ge=0, le=2**20)] | str = 0
     preemption_mode: Literal["auto", "recompute", "swap"] = "auto"
     enable_prefix_caching: bool = True
+    kv_tiers: list[KVTier] = []
+    kv_store_secret_file: str | None = None
     attention_backend: str = "auto"
     kernel_config: KernelConfig = KernelConfig()
     max_queue_size: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 1024
@@ -345,6 +360,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"kv_cache_memory={self.kv_cache_memory!r}: must be more than 0 bytes")
         if self.speculative_config is not None:
             _bytes_of("speculative_config.kv_cache_memory", self.speculative_config.kv_cache_memory)
+        for index, tier in enumerate(self.kv_tiers):
+            if tier.size is not None and _bytes_of(f"kv_tiers[{index}].size", tier.size) <= 0:
+                raise ConfigError(f"kv_tiers[{index}].size={tier.size!r}: must be more than 0 bytes")
+        if self.kv_tiers and not self.enable_prefix_caching:
+            raise ConfigError("kv_tiers with enable_prefix_caching=false, which lets no request use KV of another one")
         if self.otlp_traces_endpoint is not None and not re.match(r"https?://[^/\s]+", self.otlp_traces_endpoint):
             raise ConfigError(
                 f"otlp_traces_endpoint={self.otlp_traces_endpoint!r}: give a URL of a collector that takes OTLP over "
@@ -431,7 +451,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             return msgspec.convert(values, cls, str_keys=True, strict=False)  # "8" and "true" are values, too
         except msgspec.ValidationError as error:
             at = re.search(r"\$\.(\w+)", str(error))
-            got = f"{at[1]}={values.get(at[1])!r}: " if at else ""
+            got = _without_passwords(f"{at[1]}={values.get(at[1])!r}: ") if at else ""
             choices = _choices(get_type_hints(cls)[at[1]], str(error)) if at else ()
             allowed = f"; must be one of {', '.join(map(repr, choices))}" if choices else ""
             raise ConfigError(f"{source}: {got}{str(error).split(' - at ')[0]}{allowed}") from None

@@ -27,10 +27,12 @@ if "inflight" not in sys.modules:
 
 import triton_python_backend_utils as pb_utils
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.frontend import triton as bridge
+from inflight.frontend.adapters.loader import AdapterLoader
+from inflight.frontend.adapters.peers import AdapterPeers
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.engine_client.device_placement import placement
+from inflight.frontend.engine_client.device_placement import num_sharing, placement
 from inflight.frontend.engine_client.shared_engine import find_group
 from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
@@ -42,6 +44,8 @@ from inflight.frontend.lifecycle.model_json_trust import check_model_json_trust
 from inflight.frontend.lifecycle.server_probe import ServerProbe
 from inflight.frontend.lifecycle.stub_beat import StubBeat
 from inflight.frontend.lifecycle.unload_detector import UnloadDetector
+from inflight.frontend.operator.adapter_control import adapter_controls
+from inflight.frontend.operator.adapter_metrics import AdapterMetrics
 from inflight.frontend.operator.admin_key import AdminKey
 from inflight.frontend.operator.control import Control, control_of, relay
 from inflight.frontend.operator.counters import Counters
@@ -88,27 +92,19 @@ class TritonPythonModel:
         )
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
-        source, revision = config.tokenizer_source, config.tokenizer_source_revision
-        self._chat = ChatTemplate.load(
-            source,
-            revision=revision,
-            override=config.chat_template,
-            seconds=config.chat_template_timeout,
-            trusts_requests=config.trust_request_chat_template,
-        )
-        tokenizer = Tokenizer.load(
-            source,
-            revision=revision,
-            trust_remote_code=config.trust_remote_code,
-            required=config.tokenizer is not None,
-        )
-        self._chat.check()
-
+        self._adapter_metrics: AdapterMetrics | None = None
+        self._adapters = AdapterLoader(config, model_dir, bridge.log, self._adapter_loaded)
         self._group = find_group(config, env, args, model_dir)
         self._supervisor = Supervisor(
             config, bridge.log, env=env, launch=None if self._group is None else self._group.launch
         )
-        ready = self._supervisor.start()
+        self._supervisor.begin()  # the engine loads the weights while this process loads the tokenizer
+        try:
+            tokenizer = self._load_texts(config)
+        except BaseException:
+            self._supervisor.stop()
+            raise
+        ready = self._supervisor.wait_until_ready()
         number = self._group.number if self._group is not None else 0
         bridge.log(
             "info",
@@ -124,15 +120,17 @@ class TritonPythonModel:
             ready.eos_token_ids,
             number,
             ready.pooler.generates,
+            self._adapters.registry,
         )
         prompts = PooledPrompts(ready.pooler, tokenizer, ready.max_model_len, ready.vocab_size, most_inputs(config))
         pooled_reader = PooledRequestReader(parser, prompts, args["model_name"])
         self._tokenize_api = TokenizeApi(
             facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
-            tokenizer_info(source, revision, self._chat.text),
+            tokenizer_info(config.tokenizer_source, config.tokenizer_source_revision, self._chat.text),
             tokenizer,
             parser.prompts,
             parser.limits,
+            self._adapters.registry.ids if config.enable_lora else None,
         )
         self._metrics = (
             bridge.create_metrics({"model": args["model_name"], "version": args["model_version"]}, ready.max_model_len)
@@ -172,7 +170,14 @@ class TritonPythonModel:
         self._status = InstanceStatus(
             identity, ready, self._supervisor, self._output_processor, self._drain, counters, lambda: counters.replays
         )
-        self._control = Control(self._supervisor.ask, self._status, self._drain, self._drain_others, TokenizeApi.names)
+        self._control = Control(
+            self._supervisor.ask,
+            self._status,
+            self._drain,
+            self._drain_others,
+            TokenizeApi.names,
+            adapter_controls(self._adapters),
+        )
         self._metrics.start()
         self._output_processor.start()
         self._tokenize_pool.start()
@@ -189,8 +194,52 @@ class TritonPythonModel:
         )
         self._unload_detector.start()
         self._supervisor.connect(self._output_processor)
+        self._start_adapters(config, args, model_config)
+
+    def _start_adapters(self, config: EngineConfig, args: dict[str, str], model_config: dict[str, Any]) -> None:
+        """Let the engine load the model's adapters; they can be loaded and unloaded from then on."""
+        device = int(args["model_instance_device_id"])
+        others = num_sharing(model_config, args["model_instance_kind"], device) - 1
+        self._peers = AdapterPeers(self._adapters.follow, self._tell_others, others)
         if self._group is not None:
+            self._adapters.tell_others = self._peers.tell
             self._group.hear(self._told)
+        if not config.enable_lora:
+            return
+        try:
+            self._adapters.start(self._supervisor.ask)
+        except ConfigError:
+            self.finalize()
+            raise
+        self._peers.start()
+        if not isinstance(self._metrics, NoMetrics):
+            labels = {"model": args["model_name"], "version": args["model_version"]}
+            self._adapter_metrics = AdapterMetrics(
+                bridge.metric_factory(labels),
+                config.max_loras or config.num_kept_adapters,
+                self._output_processor.open_streams,
+                tells_sets=self._group is None or self._group.number == 0,
+            )
+            self._adapter_metrics.start()
+
+    def _load_texts(self, config: EngineConfig) -> Tokenizer:
+        """The chat template, and the tokenizer."""
+        source, revision = config.tokenizer_source, config.tokenizer_source_revision
+        self._chat = ChatTemplate.load(
+            source,
+            revision=revision,
+            override=config.chat_template,
+            seconds=config.chat_template_timeout,
+            trusts_requests=config.trust_request_chat_template,
+        )
+        tokenizer = Tokenizer.load(
+            source,
+            revision=revision,
+            trust_remote_code=config.trust_remote_code,
+            required=config.tokenizer is not None,
+        )
+        self._chat.check()
+        return tokenizer
 
     def execute(self, requests: list[Any]) -> None:
         """Accept requests; the sender thread sends every response.  Never raises."""
@@ -217,13 +266,22 @@ class TritonPythonModel:
         return self._supervisor.can_serve and not self._drain.draining
 
     def _drain_others(self) -> None:
+        self._tell_others(_DRAIN)
+
+    def _tell_others(self, text: str) -> None:
         if self._group is not None:
-            self._group.tell(_DRAIN)
+            self._group.tell(text)
+
+    def _adapter_loaded(self, outcome: str, seconds: float) -> None:
+        if self._adapter_metrics is not None:
+            self._adapter_metrics.loaded(outcome, seconds)
 
     def _told(self, text: str) -> None:
         """A message of another instance that shares the engine."""
         if text == _DRAIN:
             self._drain.begin("a control request to another instance")
+        else:
+            self._peers.told(text)
 
     def _check_health(self) -> None:
         """Refuse a request that would wait for an engine, as vllm_backend does with the parameter.
@@ -251,6 +309,10 @@ class TritonPythonModel:
         self._beat.stop()
         self._registry_entry.close()
         self._output_processor.stop("the model is being unloaded")
+        self._peers.stop()
+        if self._adapter_metrics is not None:
+            self._adapter_metrics.stop()
+        self._adapters.stop()
         self._tensors.clear()
         self._metrics.stop()
         if self._spans is not None:

@@ -19,11 +19,13 @@ BACKEND = "vllm"  # the name under which Triton's folder of backends has vllm_ba
 # Its clients compare one token a response, unless the entry sets another number.
 STREAM_INTERVAL = {"stream_interval": 1}
 
-_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory"}
+_OFFLOADING = "kv_offloading_size"  # GiB of host memory for KV blocks: the first of `kv_tiers` here
+_RENAMED = {"kv_cache_memory_bytes": "kv_cache_memory", _OFFLOADING: "kv_tiers"}
 
 # vLLM's values of options that both have, and this engine's.
 SPELLINGS: dict[str, dict[Any, str]] = {
     "async_scheduling": {None: "auto"},  # vLLM's default
+    "enable_lora": {None: "false"},
     "dtype": {"half": "float16", "float": "float32"},
     "kv_cache_dtype": {"fp8_e4m3": "fp8"},
     "load_format": {"safetensors": "auto", "bitsandbytes": "auto", "gguf": "auto"},
@@ -52,9 +54,10 @@ _FIXED: dict[str, _Fixed] = {
     ),
     "enable_expert_parallel": _Fixed((False,), _ONE_DEVICE),
     "enable_log_requests": _Fixed((False,), "requests are never logged; step_trace records their steps"),
-    "enable_lora": _Fixed((False,), "adapters are not served; merge the adapter into the checkpoint"),
+    "enable_lora_bias": _Fixed((False,), "biases of adapters are not served; merge the adapter into the checkpoint"),
     "enable_prompt_embeds": _Fixed((False,), "prompts are text or token ids"),
     "enable_sleep_mode": _Fixed((False,), "unload the model to free its memory"),
+    "kv_offloading_backend": _Fixed(("native",), "list what keeps KV in kv_tiers"),
     "num_scheduler_steps": _Fixed((1,), "every step is scheduled"),
     "pipeline_parallel_size": _Fixed((1,), _ONE_DEVICE),
     "runner": _Fixed(("auto", "generate", "pooling"), "one engine generates and embeds"),
@@ -74,6 +77,8 @@ _WITHOUT_EFFECT = {
     "disable_custom_all_reduce",
     "disable_log_requests",  # requests are never logged
     "distributed_executor_backend",
+    "fully_sharded_loras",
+    "lora_extra_vocab_size",  # adapters with embeddings are refused
     "max_context_len_to_capture",
     "max_parallel_loading_workers",
     "max_seq_len_to_capture",
@@ -109,12 +114,26 @@ def translated(values: Mapping[str, Any]) -> dict[str, Any]:
         name = _RENAMED.get(key, key)
         if name != key and name in values:
             raise ValueError(f"{key!r} and {name!r} are the same option; remove one")
+        if key == _OFFLOADING:
+            value = _host_tier(value)
         if key in _FIXED:
             _check_fixed(key, value)
         elif key not in _WITHOUT_EFFECT:
             spellings = SPELLINGS.get(name, {})
             found[name] = spellings.get(value, value) if value is None or isinstance(value, str) else value
     return found
+
+
+def _host_tier(value: Any) -> list[dict[str, Any]]:
+    if value is None:
+        return []
+    try:
+        size = int(float(value) * 2**30)
+    except (TypeError, ValueError, OverflowError):
+        size = 0
+    if size <= 0:
+        raise ValueError(f"{_OFFLOADING}={value!r}: give GiB of host memory, such as 4")
+    return [{"type": "host", "size": size}]
 
 
 def _check_fixed(key: str, value: Any) -> None:

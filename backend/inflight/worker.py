@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.device.deferred_torch import import_torch
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed
 from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined, Left, accept_into, read_into
@@ -46,6 +48,7 @@ from inflight.engine.messages import (
     EngineFailed,
     EngineReady,
     GetStats,
+    LoadAdapter,
 )
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
@@ -76,12 +79,20 @@ def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
     return engine.trace.snapshot().to_json()
 
 
+def _load_adapter(engine: Engine, question: LoadAdapter) -> Future[dict[str, Any]]:
+    if (adapters := engine.core.info.adapters) is None:
+        raise ValueError('LoRA is off: set "enable_lora": true in model.json and reload the model')
+    return adapters.load(question.ref)
+
+
 # The handler of each question.  It runs between two steps and returns plain data; its ValueError
 # explains what is wrong with the question.
 _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
     DumpTrace: _dump_trace,
     GetStats: lambda engine, question: engine_stats(engine.core),
 }
+# The same for questions that steps need not wait for: what they return is done in another thread.
+_LATE_HANDLERS: dict[type, Callable[[Engine, Any], Future[Any]]] = {LoadAdapter: _load_adapter}
 
 
 def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[Engine, EngineReady] | None:
@@ -90,6 +101,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
     if "torch" not in sys.modules:  # not a fork
         enter_phase("importing torch")
         prefetch(config)
+        import_torch()
     from inflight.engine.assembly import make_core
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed
@@ -155,7 +167,9 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
             elif isinstance(message, AbortRequest):
                 _abort(engine, frontends, [message.request_id], message.index)
             elif isinstance(message, Ask):
-                sender.send(_answer(engine, message))
+                _answer(engine, message, sender, inbox)
+            elif isinstance(message, Answer):
+                sender.send(message)
             elif isinstance(message, Joined):
                 frontends.join(sender)
             elif isinstance(message, Left):
@@ -196,10 +210,24 @@ def _step(engine: Engine, frontends: Frontends) -> None:
         trace.sent(time.monotonic() - start)
 
 
-def _answer(engine: Engine, ask: Ask) -> Answer:
+def _answer(engine: Engine, ask: Ask, sender: Frontend, inbox: Inbox) -> None:
+    """Send the answer, or why there is none.  One that comes late passes through the inbox: only this thread sends."""
+    late = _LATE_HANDLERS.get(type(ask.question))
+    if late is None:
+        sender.send(_answer_of(ask, lambda: _HANDLERS[type(ask.question)](engine, ask.question)))
+        return
+    try:
+        value = late(engine, ask.question)
+    except Exception as error:
+        value = Future()
+        value.set_exception(error)
+    value.add_done_callback(lambda done: inbox.put((sender, _answer_of(ask, done.result))))
+
+
+def _answer_of(ask: Ask, value: Callable[[], Any]) -> Answer:
     """The answer, or why there is none: a question never ends the engine."""
     try:
-        return Answer(ask.question_id, _HANDLERS[type(ask.question)](engine, ask.question))
+        return Answer(ask.question_id, value())
     except ValueError as error:
         return Answer(ask.question_id, error=("INVALID_ARG", str(error)))
     except Exception as error:
@@ -226,6 +254,7 @@ def _run_a_token(config: EngineConfig) -> None:
     from inflight.engine.assembly import make_core
     from inflight.runner.pipeline import make_runner
 
+    config = msgspec.structs.replace(config, kv_tiers=[])  # what connects is no process that waits
     core = make_core(config, make_runner(config), listeners=[])
     core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
     while core.has_work:
@@ -293,6 +322,8 @@ def main(argv: list[str] | None = None) -> int:
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
         serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
+        if core.info.tiers is not None:
+            core.info.tiers.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone
     except Exception as error:

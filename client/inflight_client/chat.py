@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from inflight_client.cli import (
+    Adapter,
     MaxTokens,
     Model,
     OneSeed,
@@ -39,6 +40,7 @@ def chat(
     url: Url = None,
     protocol: Protocol = None,
     model: Model = None,
+    adapter: Adapter = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     max_tokens: MaxTokens = _MAX_TOKENS,
     temperature: Temperature = None,
@@ -55,6 +57,7 @@ def chat(
     Examples: `inflight chat --system "Answer in one sentence."`, `echo "Who are you?" | inflight chat`.
     """
     options = given_options(
+        adapter=adapter,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

@@ -15,8 +15,8 @@ from inflight_client.command_client import INTERRUPTED, client_for, fail
 from inflight_client.errors import InflightError, ServerUnreachableError
 
 __all__ = [
-    "MaxTokens", "Model", "OneSeed", "Protocol", "Stop", "Temperature", "Timeout", "TopK", "TopP", "Url", "generate",
-    "given_options", "one_line_errors", "standard_input",
+    "Adapter", "MaxTokens", "Model", "OneSeed", "Protocol", "Stop", "Temperature", "Timeout", "TopK", "TopP", "Url",
+    "generate", "given_options", "one_line_errors", "standard_input",
 ]  # fmt: skip
 
 Url = Annotated[
@@ -34,6 +34,7 @@ TopK = Annotated[int | None, typer.Option(help="Sample from the k most likely to
 TopP = Annotated[float | None, typer.Option(help="Sample from the likeliest tokens up to this probability.")]
 OneSeed = Annotated[int | None, typer.Option("--seed", help="Make the output reproducible.")]
 Stop = Annotated[list[str] | None, typer.Option(help="String that ends the output; repeatable.")]
+Adapter = Annotated[str | None, typer.Option(help="LoRA adapter of the model to use.")]
 Timeout = Annotated[float | None, typer.Option(help="Maximum seconds for the request.")]
 _Prompt = Annotated[str, typer.Argument(help='Text to continue; "-" reads standard input.')]
 _Stream = Annotated[bool, typer.Option("--stream/--no-stream", help="Print text as it is generated, or at the end.")]
@@ -45,6 +46,7 @@ def generate(
     url: Url = None,
     protocol: Protocol = None,
     model: Model = None,
+    adapter: Adapter = None,
     max_tokens: MaxTokens = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -63,6 +65,7 @@ def generate(
     """
     text = standard_input() if prompt == "-" else prompt
     options = given_options(
+        adapter=adapter,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

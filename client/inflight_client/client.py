@@ -196,7 +196,14 @@ class Client(_BaseClient, PooledCalls):
         """Name, version and extensions of the server."""
         return self._servers.first(lambda server: server.server_metadata())
 
-    def control(self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None) -> str:
+    def control(
+        self,
+        name: str,
+        model: str | None = None,
+        timeout: float = 60.0,
+        admin_key: str | None = None,
+        parameters: Mapping[str, str | bool] | None = None,
+    ) -> str:
         """Ask the model's engine for something other than text, such as `"step_trace"`.
 
         Args:
@@ -204,11 +211,12 @@ class Client(_BaseClient, PooledCalls):
             model: None for the client's.
             timeout: seconds to wait for the answer.
             admin_key: the key that `inflight serve` printed at its start; None for a server without one.
+            parameters: of the question, such as {"lora_name": "doll"} of "unload_adapter".
 
         Raises:
             InflightError: no server answers, or it refuses.
         """
-        return self._ask(control_question(name, admin_key), model, timeout)
+        return self._ask(control_question(name, admin_key, parameters), model, timeout)
 
     def tokenize(
         self,
@@ -350,10 +358,15 @@ class AsyncClient(_BaseClient, AsyncPooledCalls):
         return await self._servers.first(lambda server: server.server_metadata())
 
     async def control(
-        self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None
+        self,
+        name: str,
+        model: str | None = None,
+        timeout: float = 60.0,
+        admin_key: str | None = None,
+        parameters: Mapping[str, str | bool] | None = None,
     ) -> str:
         """As `Client.control`."""
-        return await self._ask(control_question(name, admin_key), model, timeout)
+        return await self._ask(control_question(name, admin_key, parameters), model, timeout)
 
     async def tokenize(
         self,

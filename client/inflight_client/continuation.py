@@ -17,8 +17,8 @@ _seeds = random.SystemRandom()
 class Continuation:
     """Follows the responses of one request so that another server can continue it.
 
-    The request must stream, and have a seed and the token ids of its output: `request` asks for these even if the
-    caller does not, and `take` hides what the caller did not ask for.
+    The request must stream, and have a seed, the token ids of its output, and the content of its adapter: `request`
+    asks for these even if the caller does not, and `take` hides what the caller did not ask for.
 
     Args:
         request: the caller's request.
@@ -40,6 +40,7 @@ class Continuation:
         self._sums = list(request.resume_cumulative_logprob or [0.0] * len(given))
         self._ended = [ids is None for ids in given]
         self._any_tokens = False
+        self._adapter_digest: str | None = None
 
     @property
     def complete(self) -> bool:
@@ -58,6 +59,8 @@ class Continuation:
             self.possible = False  # a server that does not implement the whole wire contract
         if self.possible:
             self._keep(columns, chunk)
+            if "lora_digest" in columns:
+                self._adapter_digest = columns["lora_digest"][0]
         for delta in chunk.choices:
             if self._ended[delta.index]:
                 delta.finish_reason = None  # reported before; servers repeat it while other sequences continue
@@ -89,6 +92,7 @@ class Continuation:
             # At least one id is needed; ended sequences can be sent with their tokens, too.
             resume_token_ids=open_ids if any(open_ids) else [ids and list(ids) for ids in self._token_ids],
             resume_cumulative_logprob=list(self._sums) if self.request.return_cumulative_logprob else None,
+            adapter_digest=self._adapter_digest,
         )
 
 
@@ -104,4 +108,5 @@ def _continuable(request: GenerationRequest) -> GenerationRequest:
         return_token_ids=True,
         # The server's sums are rounded; the sums of single log probabilities are not.
         return_log_probs=request.return_cumulative_logprob,
+        return_adapter_digest=request.adapter is not None,
     )

@@ -53,6 +53,7 @@ class PoolingOptions(TypedDict, total=False):
     truncation_side: str
     instruction: str
     model: str
+    adapter: str
     request_id: str
     request_priority: int
     tenant: str

@@ -37,9 +37,12 @@ class Question:
     inputs: Sequence[tuple[str, str, Any]] = field(default_factory=tuple)
 
 
-def control_question(name: str, admin_key: str | None = None) -> Question:
-    """The question `name`, with the admin key if there is one."""
-    return Question({"control": name} if admin_key is None else {"control": name, "admin_key": admin_key})
+def control_question(
+    name: str, admin_key: str | None = None, parameters: Mapping[str, str | bool] | None = None
+) -> Question:
+    """The question `name`, with its parameters, and the admin key if there is one."""
+    key = {} if admin_key is None else {"admin_key": admin_key}
+    return Question({**(parameters or {}), "control": name, **key})
 
 
 def model_question() -> Question:

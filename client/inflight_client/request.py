@@ -31,7 +31,7 @@ _MAX_TIMEOUT = 1e9  # seconds; ten times as many would overflow gRPC's nanosecon
 
 Message = Mapping[str, Any]
 
-_TEXTS = {"model", "request_id", "tenant", "cache_salt", "routing_key"}
+_TEXTS = {"model", "adapter", "request_id", "tenant", "cache_salt", "routing_key"}
 
 
 class ChatOptions(TypedDict, total=False):
@@ -93,6 +93,8 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
             Short for `structured_outputs={"json": schema}`; its other keys are `regex`, `choice`, `grammar` and more.
         extra_parameters: further sampling parameters of a newer server, by their wire names.
         model: overrides the client's.
+        adapter: name of the LoRA adapter that computes the output.  Another server continues a broken stream only if
+            the name stands for the same content there.
         request_id: appears in the server's traces; generated if not given.
         request_priority: lower values are served first.
         tenant: the account that the request is charged to.
@@ -118,6 +120,7 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
     json_schema: Any
     extra_parameters: Mapping[str, Any]
     model: str
+    adapter: str
     request_id: str
     request_priority: int
     tenant: str
@@ -137,6 +140,8 @@ class RequestOptions(SamplingOptions, ChatOptions, total=False):
 
 # Sent as `sampling_parameters`, and along with the messages.
 _SAMPLING, _CHAT = tuple(SamplingOptions.__annotations__), tuple(ChatOptions.__annotations__)
+_SAMPLING_NAMES = frozenset(_SAMPLING)
+_SCALARS = (str, bool, int, float, type(None))
 
 
 @dataclass(frozen=True)
@@ -149,6 +154,8 @@ class GenerationRequest:
         timeout: seconds until the deadline, counted from the first attempt; None: no deadline.
         stream: whether text is sent as it is generated, rather than in one response at the end.
         return_log_probs: ask for the log probability of each token, as a number.
+        return_adapter_digest: ask for the content of the adapter.
+        adapter_digest: the content that the adapter must have.
         resume_token_ids: one list per sequence, None for one that has ended.
         Others: as in `RequestOptions`.
     """
@@ -159,6 +166,7 @@ class GenerationRequest:
     chat: dict[str, Any] = field(default_factory=dict)
     input_ids: list[int] | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
+    adapter: str | None = None
     request_id: str = ""
     request_priority: int | None = None
     tenant: str | None = None
@@ -171,6 +179,8 @@ class GenerationRequest:
     return_num_cached_tokens: bool = False
     return_stop_reason: bool = False
     return_log_probs: bool = False
+    return_adapter_digest: bool = False
+    adapter_digest: str | None = None
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None
     trace_headers: dict[str, str] = field(default_factory=dict)
@@ -209,7 +219,7 @@ class GenerationRequest:
         prompts = {"prompt": prompt, "messages": messages, "input_ids": input_ids}
         pooling = rest.pop("pooling", None)
         check_one_prompt(prompts if pooling is None else {**prompts, "pooling": pooling})
-        sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING}
+        sampling = {name: rest.pop(name) for name in list(rest) if name in _SAMPLING_NAMES}
         if (described := rest.pop("json_schema", None)) is not None:
             sampling["structured_outputs"] = {
                 **sampling.get("structured_outputs", {}),
@@ -330,6 +340,8 @@ def _trace_headers(given: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: one is not printable ASCII.
     """
+    if not given:
+        return {}
     found = {name.lower(): value for name, value in given.items()}
     headers = {name: found[name] for name in ("traceparent", "tracestate") if found.get(name)}
     for name, value in headers.items():
@@ -361,6 +373,8 @@ def _check_integers(name: str, values: Sequence[Any], bits: int) -> None:
 
 def _plain(value: Any) -> Any:
     """Convert numpy scalars and arrays, tuples and sets in a sampling value to JSON types."""
+    if type(value) in _SCALARS:
+        return value
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, Mapping):

@@ -92,6 +92,11 @@ class _Exchange:
     def request_id(self) -> str:
         return self.request.request_id
 
+    @property
+    def num_input_tokens(self) -> int | None:
+        """Tokens of the prompt; None until a response has told."""
+        return self._builder.num_input_tokens
+
     def result(self) -> GenerationResult:
         """The output so far; the complete answer once the stream has ended."""
         total = self._elapsed() if self._total is None else self._total

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from inflight_client.cli import Model, Protocol, Timeout, Url, given_options, one_line_errors, standard_input
+from inflight_client.cli import Adapter, Model, Protocol, Timeout, Url, given_options, one_line_errors, standard_input
 from inflight_client.command_client import client_for, fail
 
 __all__ = ["embed", "rerank"]
@@ -31,6 +31,7 @@ def embed(
     url: Url = None,
     protocol: Protocol = None,
     model: Model = None,
+    adapter: Adapter = None,
     dimensions: Annotated[int | None, typer.Option(help="Size of a vector, if the model allows several.")] = None,
     normalize: Annotated[
         bool | None,
@@ -49,6 +50,7 @@ def embed(
     """
     given = _given(texts, file, "text")
     options: dict[str, Any] = given_options(
+        adapter=adapter,
         dimensions=dimensions,
         normalize=normalize,
         instruction=instruction,
@@ -72,6 +74,7 @@ def rerank(
     url: Url = None,
     protocol: Protocol = None,
     model: Model = None,
+    adapter: Adapter = None,
     top_n: Annotated[int | None, typer.Option(min=1, help="Print this many documents.", show_default="all")] = None,
     instruction: _Instruction = None,
     truncate_prompt_tokens: _Truncate = None,
@@ -87,7 +90,11 @@ def rerank(
     """
     given = _given(documents, file, "document")
     options: dict[str, Any] = given_options(
-        top_n=top_n, instruction=instruction, truncate_prompt_tokens=truncate_prompt_tokens, timeout=timeout
+        adapter=adapter,
+        top_n=top_n,
+        instruction=instruction,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        timeout=timeout,
     )
     with one_line_errors(), client_for(url, protocol, model) as client:
         for one in client.rerank(query, given, **options):

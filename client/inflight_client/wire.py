@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ __all__ = [
 Columns = dict[str, Any]
 
 _ZERO, _NONE, _NULL = (0,), (None,), ("null",)
+_TRUE = b"\x01"
 _UNFINISHED = ("", "None", None)  # vllm_backend writes str(None) while a sequence runs
 _NUMBERS = {"BOOL": "?", "INT32": "i", "INT64": "q", "UINT32": "I", "UINT64": "Q", "FP32": "f", "FP64": "d"}
 # Codes of Triton's HTTP frontend; 400 may be INVALID_ARG, CANCELLED or UNKNOWN.
@@ -88,6 +90,12 @@ def _scheduling_fields(request: GenerationRequest) -> Iterator[tuple[str, str, A
         yield "tenant", "BYTES", request.tenant
     if request.cache_salt is not None:
         yield "cache_salt", "BYTES", request.cache_salt
+    if request.adapter is not None:
+        yield "lora_name", "BYTES", request.adapter
+    if request.return_adapter_digest:
+        yield "return_lora_digest", "BOOL", True
+    if request.adapter_digest is not None:
+        yield "lora_digest", "BYTES", request.adapter_digest
 
 
 def _microseconds(seconds: float) -> int:
@@ -116,8 +124,18 @@ def grpc_request(request: GenerationRequest, timeout: float | None) -> service_p
 
 def _add_input(message: service_pb2.ModelInferRequest, name: str, datatype: str, value: Any) -> None:
     values = value if isinstance(value, list) else [value]
-    message.inputs.add(name=name, datatype=datatype, shape=[len(values)])
-    message.raw_input_contents.append(_raw(name, datatype, values))
+    message.inputs.append(_scalar(name, datatype) if len(values) == 1 else _tensor(name, datatype, len(values)))
+    message.raw_input_contents.append(_TRUE if value is True else _raw(name, datatype, values))
+
+
+def _tensor(name: str, datatype: str, count: int) -> service_pb2.ModelInferRequest.InferInputTensor:
+    return service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[count])
+
+
+@lru_cache(maxsize=128)  # the names of the contract
+def _scalar(name: str, datatype: str) -> service_pb2.ModelInferRequest.InferInputTensor:
+    """The description of a tensor with one element, which `append` copies."""
+    return _tensor(name, datatype, 1)
 
 
 def _raw(name: str, datatype: str, values: list[Any]) -> bytes:

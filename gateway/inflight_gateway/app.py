@@ -24,6 +24,7 @@ from inflight_gateway.chat_plan import ChatBody
 from inflight_gateway.classify import classify
 from inflight_gateway.completions import CompletionBody, completions
 from inflight_gateway.connections import STATE, Connections
+from inflight_gateway.direct_routes import DirectRoutes
 from inflight_gateway.embeddings import embeddings
 from inflight_gateway.errors import APIError, ErrorForm, error_response
 from inflight_gateway.front import Front, Keys
@@ -32,6 +33,12 @@ from inflight_gateway.generation import ClientGone
 from inflight_gateway.health import health, load, ready, version
 from inflight_gateway.hosts import AllowedHosts
 from inflight_gateway.input_tokens import InputTokensBody, input_tokens
+from inflight_gateway.lora_adapters import (
+    LoadAdapterBody,
+    UnloadAdapterBody,
+    load_lora_adapter,
+    unload_lora_adapter,
+)
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
@@ -111,6 +118,10 @@ _ENDPOINTS = (
     _Endpoint("/classify", classify, "The same as /v1/classify", ClassifyBody),
     _Endpoint("/v1/models", list_models, "The models"),
     _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
+    _Endpoint("/v1/load_lora_adapter", load_lora_adapter, "Load a LoRA adapter, with the admin key", LoadAdapterBody),
+    _Endpoint(
+        "/v1/unload_lora_adapter", unload_lora_adapter, "Unload a LoRA adapter, with the admin key", UnloadAdapterBody
+    ),
     _Endpoint("/tokenize", tokenize, "The token ids of a text or chat", TokenizeBody),
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
     _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody, ollama_error),
@@ -167,12 +178,7 @@ def build_app(
         routes=_routes(),
         middleware=_middleware(options, shared),
         lifespan=lifespan,
-        exception_handlers={
-            APIError: _failed,
-            HTTPException: _refused,
-            ClientGone: _gone,
-            ClientDisconnect: _gone,
-        },
+        exception_handlers=dict(_HANDLERS),
     )
     app.state.gateway = shared
     return app
@@ -208,8 +214,9 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         open_paths=[*(("/load", "/metrics") if options.open_metrics else ()), *(OPEN_PATHS if options.page else ())],
         error_forms={one.path: one.error_form for one in _ENDPOINTS if one.error_form is not None},
     )
+    direct = Middleware(DirectRoutes, {one.path: one.answer for one in _ENDPOINTS if one.body}, _HANDLERS)
     if not options.cors_origins:
-        return [*outer, front]
+        return [*outer, front, direct]
     cors = Middleware(
         CORSMiddleware,
         allow_origins=list(options.cors_origins),
@@ -217,7 +224,7 @@ def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:
         allow_headers=["*"],
         expose_headers=["x-request-id", WARNING, "retry-after"],
     )
-    return [*outer, cors, front]
+    return [*outer, cors, front, direct]
 
 
 async def _failed(http: Request, error: Exception) -> Response:
@@ -241,3 +248,6 @@ async def _refused(http: Request, error: Exception) -> Response:
 async def _gone(http: Request, error: Exception) -> Response:
     http.scope["client_gone"] = True
     return Response(status_code=499)  # the client has disconnected
+
+
+_HANDLERS = {APIError: _failed, HTTPException: _refused, ClientGone: _gone, ClientDisconnect: _gone}

@@ -47,6 +47,8 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
         raise invalid(f"best_of: {body.best_of} came; only n, which is {body.n or 1}, is supported", "best_of")
     arguments = sampling_options(body)
     arguments["model"] = model.name
+    if model.adapter is not None:
+        arguments["adapter"] = model.adapter
     arguments["timeout"] = gateway.options.request_timeout
     if body.prompt_cache_key is not None:
         arguments["routing_key"] = body.prompt_cache_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from urllib.parse import urlsplit
 
 from starlette.requests import Request
@@ -42,7 +43,10 @@ class BodyReader:
         self._check_site(http)
         self._check_declared(http)
         try:
-            return await asyncio.wait_for(self._collect(http), self._options.body_timeout)
+            if sys.version_info < (3, 11):
+                return await asyncio.wait_for(self._collect(http), self._options.body_timeout)
+            async with asyncio.timeout(self._options.body_timeout):  # without a task of its own
+                return await self._collect(http)
         except asyncio.TimeoutError:
             message = f"the body did not arrive within {self._options.body_timeout:g} s (body_timeout)"
             raise APIError(408, message, code="body_timeout", headers={"Connection": "close"}) from None

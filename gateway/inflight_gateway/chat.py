@@ -40,7 +40,7 @@ async def answer_chat(http: Request, body: ChatBody) -> Response:
         "id": f"chatcmpl-{request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",
         "created": int(time.time()),
-        "model": model.name,
+        "model": model.id,
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
     if body.stream:

@@ -72,7 +72,7 @@ async def answer_completion(http: Request, body: CompletionBody) -> Response:
         "id": f"cmpl-{request_id}",
         "object": "text_completion",
         "created": int(time.time()),
-        "model": model.name,
+        "model": model.id,
         "system_fingerprint": fingerprint_of(gateway.options, model),
     }
     limit = LengthLimit.of("max_tokens", body.max_tokens, model)

@@ -34,8 +34,12 @@ _TYPES = {
 }
 
 
+_MAX_LISTED = 100  # models in an error
+
 # Refusals because of too much load; other ones mean that the server cannot work.
 _OVERLOADED = re.compile(r"queue\b.* is full|queue is too long|exceeds maximum queue size|wait to be tokenised")
+# The backend's words, and vllm_backend's, for an adapter that it does not have.
+_NO_ADAPTER = re.compile(r"LoRA .* is not supported, we currently support ", re.DOTALL)
 # The backend's messages begin with its name of the invalid key.
 _NAMED = re.compile(r"([a-z][a-z_]*)(?:=|: )")
 _PARAMS = {"input_ids": "prompt", "text_input": "prompt", "request_priority": "priority"}
@@ -105,7 +109,9 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
 
 def model_not_found(model: str, known: list[str]) -> APIError:
     """404; the message lists the available models."""
-    listed = ", ".join(known) or "none"
+    listed = ", ".join(known[:_MAX_LISTED]) or "none"
+    if len(known) > _MAX_LISTED:
+        listed += f" and {len(known) - _MAX_LISTED} more"
     message = f"The model {model!r} does not exist; models here: {listed}"
     return APIError(404, message, param="model", code="model_not_found")
 
@@ -136,6 +142,8 @@ def _of_client(error: InflightError) -> APIError:
     if isinstance(error, RequestCancelledError):
         return APIError(503, error.message, code="cancelled", retry_after=1.0)
     if error.code == "NOT_FOUND":
+        return APIError(404, error.message, param="model", code="model_not_found")
+    if isinstance(error, InvalidRequestError) and _NO_ADAPTER.match(error.message):
         return APIError(404, error.message, param="model", code="model_not_found")
     if isinstance(error, InvalidRequestError):
         named = _NAMED.match(error.message)

@@ -170,6 +170,10 @@ class Generation:
         """The output that has arrived."""
         return [stream.result() for stream in self._streams]
 
+    def longest_prompt(self) -> int:
+        """In tokens; 0 if no length is known yet."""
+        return max((stream.num_input_tokens or 0 for stream in self._streams), default=0)
+
     def pooled(self) -> list[Pooled | None]:
         """The vectors that each request with `pooling` has got; None: none yet."""
         return [stream.pooled for stream in self._streams]
@@ -313,7 +317,7 @@ async def stream_events(
     generation = await Generation(gateway, http, requests).__aenter__()
     try:
         await generation.first()
-        limit.check(http.scope, _longest_prompt(generation.results_so_far()))
+        limit.check(http.scope, generation.longest_prompt())
     except BaseException:
         await generation.close()
         raise
@@ -332,13 +336,8 @@ async def complete(
     """
     async with Generation(gateway, http, requests) as generation:
         results = await generation.results()
-    limit.check(http.scope, _longest_prompt(results))
+    limit.check(http.scope, generation.longest_prompt())
     return results
-
-
-def _longest_prompt(results: Sequence[GenerationResult]) -> int:
-    """In tokens; 0 if no length is known yet."""
-    return max([result.usage.input_tokens or 0 for result in results], default=0)
 
 
 def failed_events(error: APIError) -> bytes:

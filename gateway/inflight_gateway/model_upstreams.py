@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -48,11 +49,24 @@ class ModelUpstreams:
 
     async def resolve(self, name: str | None) -> ServedModel:
         """As `Upstream.resolve`."""
-        return await self.find(None) if name is None else await self._of(name).resolve(name)
+        return await self.find(None) if name is None else await (await self._with(name)).resolve(name)
 
     async def find(self, name: str | None) -> ServedModel:
         """As `Upstream.find`."""
-        return only_model(await self.models()) if name is None else await self._of(name).find(name)
+        return only_model(await self.models()) if name is None else await (await self._with(name)).find(name)
+
+    async def adapter(self, name: str) -> ServedModel | None:
+        """As `Upstream.adapter`."""
+        for one in self._all:
+            with contextlib.suppress(APIError):  # its Tritons cannot be reached
+                if (found := await one.adapter(name)) is not None:
+                    return found
+        return None
+
+    def forget(self) -> None:
+        """As `Upstream.forget`."""
+        for one in self._all:
+            one.forget()
 
     async def models(self) -> list[ServedModel]:
         """The loaded models; a model whose Tritons cannot be reached is left out, unless that is true of all."""
@@ -85,6 +99,11 @@ class ModelUpstreams:
     async def close(self) -> None:
         """As `Upstream.close`."""
         await asyncio.gather(*[one.close() for one in self._all])
+
+    async def _with(self, name: str) -> Upstream:
+        """The Tritons of a model, or of the model that has this adapter."""
+        found = None if name in self._named else await self.adapter(name)
+        return self._of(name if found is None else found.name)
 
     def _of(self, name: str) -> Upstream:
         """The Tritons that have, or could have, a model; raises the error for one that none has."""

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.sse import encode_json
-from inflight_gateway.upstream import ServedModel
+from inflight_gateway.upstream import ServedModel, with_adapters
 
 __all__ = ["list_models", "retrieve_model"]
 
@@ -29,8 +29,8 @@ _PERMISSION = {
 
 
 async def list_models(http: Request) -> Response:
-    """The models that take text and are ready."""
-    models = await gateway_of(http).upstream.models()
+    """The models that take text and are ready, each followed by its adapters."""
+    models = with_adapters(await gateway_of(http).upstream.models())
     body = {"object": "list", "data": [_card(model) for model in models]}
     return Response(encode_json(body), media_type="application/json")
 
@@ -44,13 +44,13 @@ async def retrieve_model(http: Request) -> Response:
 def _card(model: ServedModel) -> dict[str, Any]:
     """The model in vLLM's form.  `root` is the name, too: the operator's paths are not for callers."""
     card: dict[str, Any] = {
-        "id": model.name,
+        "id": model.id,
         "object": "model",
         "created": model.since,
         "owned_by": "inflight",
-        "root": model.name,
-        "parent": None,
-        "permission": [{"id": f"modelperm-{model.name}", "created": model.since, **_PERMISSION}],
+        "root": model.adapter or model.name,
+        "parent": None if model.adapter is None else model.name,
+        "permission": [{"id": f"modelperm-{model.id}", "created": model.since, **_PERMISSION}],
     }
     if "max_model_len" in model.info:
         card["max_model_len"] = model.info["max_model_len"]

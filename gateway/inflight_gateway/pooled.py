@@ -64,7 +64,7 @@ def head_of(http: Request, body: PooledBody, model: ServedModel, prefix: str) ->
         "id": f"{prefix}-{request_id_of(http, body)}",
         "object": "list",
         "created": int(time.time()),
-        "model": model.name,
+        "model": model.id,
     }
 
 
@@ -160,6 +160,7 @@ def _arguments(gateway: Gateway, http: Request, model: ServedModel, body: Pooled
         "cache_salt": body.cache_salt,
         "tenant": gateway.tenant(http, body.user),
         "trace_headers": trace_headers(http.scope) or None,
+        "adapter": model.adapter,
     }
     return {
         "model": model.name,

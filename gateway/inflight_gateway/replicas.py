@@ -1,10 +1,10 @@
-"""The state of each Triton and of each of its models, for people who look at the page."""
+"""The state of each Triton and of each of its models, for people who look at the page; and what all of them do."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ __all__ = ["Fleet", "ModelState", "Replicas", "TritonState"]
 
 _SHARED_SECONDS = 1.0  # for which all readers get the same answer
 _ASK_SECONDS = 2.0  # for a Triton, and for a model's answer, which takes up to one second
+_CONTROL_SECONDS = 300.0  # for an adapter to be loaded
 _NEEDS_KEY = "its load is unknown: start the gateway with the admin key of its Triton (INFLIGHT_ADMIN_KEY)"
 
 
@@ -141,6 +142,23 @@ class Replicas:
             if self._last is None or self._clock() - self._last.time > _SHARED_SECONDS:
                 self._last = await self._ask()
             return self._last
+
+    async def control(
+        self, model: ServedModel, name: str, parameters: Mapping[str, str | bool]
+    ) -> dict[str, str | InflightError]:
+        """Ask all Tritons of a model the same question, such as "load_adapter"; the answer or error of each."""
+        addresses = list(self._addresses_of(model))
+        answers = await asyncio.gather(
+            *[
+                self._clients[address].control(name, model.name, _CONTROL_SECONDS, self._admin_key, parameters)
+                for address in addresses
+            ],
+            return_exceptions=True,
+        )
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, InflightError):
+                raise answer
+        return dict(zip(addresses, answers))  # type: ignore[arg-type]
 
     async def close(self) -> None:
         for client in self._clients.values():

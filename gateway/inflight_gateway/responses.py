@@ -38,7 +38,7 @@ async def responses(http: Request) -> Response:
     request_id = request_id_of(http, body)
     request = {**plan.arguments, "request_id": request_id}
     limit = replace(plan.limit, key="max_output_tokens")
-    answer = _Answer(_head(body, f"resp_{request_id}", model.name), body, plan)
+    answer = _Answer(_head(body, f"resp_{request_id}", model.id), body, plan)
     if body.stream:
         return await stream_events(gateway, http, [request], limit, _Events(answer, plan))
     results = await complete(gateway, http, [{**request, "one_response": True}], limit)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -21,7 +23,7 @@ from inflight_gateway.errors import APIError, api_error, invalid, model_not_foun
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
 
-__all__ = ["AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs"]
+__all__ = ["AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs", "with_adapters"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
 _FIRST_DELAY, _MAX_DELAY = 0.1, 2.0  # seconds between attempts to reach a server
@@ -43,6 +45,8 @@ class ServedModel:
         inputs, outputs: their names.
         info: facts about the model, see `AsyncClient.model_info`; empty for other backends.
         since: when this process first saw it, in seconds since 1970.
+        adapter: its adapter that a request chose; None: none.
+        id: the name by which callers ask for the model, or for it with this adapter.
     """
 
     name: str
@@ -50,6 +54,21 @@ class ServedModel:
     outputs: frozenset[str]
     info: Mapping[str, Any] = field(default_factory=dict)
     since: int = 0
+    adapter: str | None = None
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            object.__setattr__(self, "id", self.name)
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Its adapters: name -> id of the content."""
+        return self.info.get("adapters") or {}
+
+    def with_adapter(self, adapter: str, id: str) -> ServedModel:
+        """The model with one of its adapters."""
+        return dataclasses.replace(self, adapter=adapter, id=id)
 
     @property
     def is_inflight(self) -> bool:
@@ -77,6 +96,19 @@ def only_model(models: list[ServedModel]) -> ServedModel:
     return models[0]
 
 
+def with_adapters(models: Sequence[ServedModel]) -> list[ServedModel]:
+    """The models, each followed by itself with each of its adapters.
+
+    An adapter is asked for by its name; by MODEL/NAME if that name is a model's, or an adapter's of several models.
+    """
+    taken = Counter(name for model in models for name in {model.name, *model.adapters})
+    found = []
+    for model in models:
+        ids = {name: name if taken[name] == 1 else f"{model.name}/{name}" for name in model.adapters}
+        found += [model, *(model.with_adapter(name, id) for name, id in ids.items())]
+    return found
+
+
 class AnyUpstream(Protocol):
     """The Tritons behind a gateway, whether they serve the same models or not; methods as of `Upstream`."""
 
@@ -84,6 +116,8 @@ class AnyUpstream(Protocol):
     async def resolve(self, name: str | None) -> ServedModel: ...
     async def find(self, name: str | None) -> ServedModel: ...
     async def models(self) -> list[ServedModel]: ...
+    async def adapter(self, name: str) -> ServedModel | None: ...
+    def forget(self) -> None: ...
     async def ready(self) -> bool: ...
     async def tokenize(self, model: ServedModel, **question: Any) -> dict[str, Any]: ...
     async def detokenize(self, model: ServedModel, token_ids: list[int]) -> str: ...
@@ -142,10 +176,29 @@ class Upstream:
         """
         if name is None:
             return only_model(await self.models())
-        model = self._remembered(name) or await self._look_up(name)
+        model = self._remembered(name) or self._remembered_adapter(name) or await self._look_up(name)
+        model = model or await self.adapter(name)
         if model is None:
-            raise model_not_found(name, [one.name for one in await self.models()])
+            raise model_not_found(name, [one.id for one in with_adapters(await self.models())])
         return model
+
+    async def adapter(self, name: str) -> ServedModel | None:
+        """The model with the adapter that has this id; None if there is none.  Asks anew if none is known.
+
+        Raises:
+            APIError: 503.
+        """
+        found = self._remembered_adapter(name)
+        if found is None and time.monotonic() - self._listed[0] > _LIST_SECONDS:
+            self.forget()
+            await self.models()
+            found = self._remembered_adapter(name)
+        return found
+
+    def forget(self) -> None:
+        """Ask anew about the models that have adapters: one was loaded or unloaded."""
+        self._known = {name: known for name, known in self._known.items() if known[1].info.get("adapters") is None}
+        self._listed = (float("-inf"), [])
 
     async def models(self) -> list[ServedModel]:
         """The models that take text and are loaded.
@@ -174,6 +227,17 @@ class Upstream:
             return sorted({entry["name"] for entry in await self.client.repository_index()})
         except InflightError as error:
             raise api_error(error) from None
+
+    def _remembered_adapter(self, name: str) -> ServedModel | None:
+        known = [model for one in list(self._known) if (model := self._remembered(one)) is not None]
+        having = [model for model in known if name in model.adapters]
+        if len(having) == 1:
+            return having[0].with_adapter(name, name)
+        for model in known:
+            adapter = name.removeprefix(f"{model.name}/")
+            if adapter != name and adapter in model.adapters:
+                return model.with_adapter(adapter, name)
+        return None
 
     def _remembered(self, name: str) -> ServedModel | None:
         seen, model = self._known.get(name, (float("-inf"), None))

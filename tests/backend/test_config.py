@@ -11,6 +11,7 @@ import pytest
 
 from inflight import vllm_options
 from inflight.config import ConfigError, EngineConfig, parse_bytes
+from inflight.kv_tiers_config import KVTier
 
 
 def test_defaults_are_vllms() -> None:
@@ -163,8 +164,12 @@ def test_an_entry_of_vllm_backend_sends_every_token(
 
 def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:
     for key, value, message in [
-        ("enable_lora", True, "enable_lora=True is not supported: .*merge the adapter"),
-        ("enable_lora", "True", "enable_lora='True' is not supported"),
+        ("enable_lora_bias", True, "enable_lora_bias=True is not supported: .*merge the adapter"),
+        ("enable_lora_bias", "True", "enable_lora_bias='True' is not supported"),
+        ("enable_lora", "maybe", "enable_lora='maybe': Expected `bool`"),
+        ("max_lora_rank", 0, "max_lora_rank=0: Expected `int` >= 1"),
+        ("max_cpu_loras", 0, "max_cpu_loras=0: Expected `int` >= 1"),
+        ("lora_dtype", "int8", "lora_dtype='int8': .*must be one of 'auto', 'float32', 'bfloat16', 'float16'"),
         ("pipeline_parallel_size", 2, "pipeline_parallel_size=2 .*one device; omit it or set it to 1"),
         ("enable_chunked_prefill", False, "enable_chunked_prefill=False .*raise it; omit it or set it to true"),
         ("tokenizer_mode", "mistral", "tokenizer_mode='mistral'"),
@@ -204,6 +209,9 @@ def test_names_and_spellings_of_vllm() -> None:
         ({"quantization": "bitsandbytes", "load_format": "bitsandbytes"}, {"quantization": "bitsandbytes"}),
         ({"quantization": "gguf", "load_format": "gguf"}, {"quantization": "gguf"}),
         ({"kv_cache_memory_bytes": 2**30}, {"kv_cache_memory": 2**30}),
+        ({"kv_offloading_size": "0.5"}, {"kv_tiers": [KVTier(type="host", size=2**29)]}),
+        ({"kv_offloading_backend": "native"}, {"kv_tiers": []}),
+        ({"kv_offloading_size": None}, {"kv_tiers": []}),
         ({"max_num_seqs": "8", "gpu_memory_utilization": "0.5"}, {"max_num_seqs": 8, "gpu_memory_utilization": 0.5}),
         ({"enforce_eager": "True", "trust_remote_code": "0"}, {"enforce_eager": True, "trust_remote_code": False}),
         ({"step_trace": "true"}, {"step_trace": True}),
@@ -217,6 +225,30 @@ def test_names_and_spellings_of_vllm() -> None:
         assert (found.swap_bytes, found.num_traced_steps) == (expected.swap_bytes, expected.num_traced_steps)
         for key, value in meant.items():
             assert key == "swap_space" or (getattr(found, key), type(getattr(found, key))) == (value, type(value))
+
+
+@pytest.mark.parametrize("size", ["four", 0, -1, float("inf"), []])
+def test_a_size_to_offload_is_a_number_of_gibibytes(size: Any) -> None:
+    with pytest.raises(ConfigError, match=r"kv_offloading_size=.*: give GiB of host memory, such as 4"):
+        EngineConfig.from_dict({"model": "x", "kv_offloading_size": size})
+
+
+@pytest.mark.parametrize(
+    ("tier", "says"),
+    [
+        ({"type": "disk", "size": 1}, 'type="disk" needs path'),
+        ({"type": "host"}, 'type="host" needs size'),
+        ({"type": "host", "size": 1, "path": "/kv"}, 'type="host" has no path; remove it'),
+        ({"type": "redis"}, 'type="redis" needs url'),
+        ({"type": "redis", "url": "http://kv"}, "url must start with redis://"),
+        ({"type": "tape", "size": 1}, "must be one of 'host', 'disk', 'redis'"),
+        ({"type": "host", "size": "0"}, r"kv_tiers\[0\].size='0': must be more than 0 bytes"),
+        ({"type": "host", "size": "much"}, r"kv_tiers\[0\].size: cannot read 'much' as a size"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(tier: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        EngineConfig.from_dict({"model": "x", "kv_tiers": [tier]})
 
 
 def test_an_option_under_two_names_is_refused() -> None:

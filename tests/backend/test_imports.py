@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 BACKEND = ROOT / "backend" / "inflight"
 
-TORCH_FREE = ("config", "vllm_options", "hub", "grammars", "engine", "frontend", "model")
+TORCH_FREE = ("adapters", "config", "lora_options", "vllm_options", "hub", "grammars", "engine", "frontend", "model")
 
 
 def modules() -> list[str]:

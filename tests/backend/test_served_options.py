@@ -29,6 +29,12 @@ DEMO = str(ROOT / "model_repository/demo/1/checkpoint")
 
 # Each option with another value than its default, and with options that it needs.
 OTHER: dict[str, dict[str, Any]] = {
+    "enable_lora": {"enable_lora": True},
+    "max_loras": {"enable_lora": True, "max_loras": 3},
+    "max_lora_rank": {"enable_lora": True, "max_lora_rank": 9},
+    "max_cpu_loras": {"enable_lora": True, "max_cpu_loras": 3},
+    "lora_dtype": {"enable_lora": True, "lora_dtype": "float32"},
+    "lora_allowed_paths": {"enable_lora": True, "lora_allowed_paths": ["/loras"]},
     "model": {},
     "tokenizer": {"tokenizer": DEMO},
     "revision": {"revision": "main"},
@@ -60,6 +66,8 @@ OTHER: dict[str, dict[str, Any]] = {
     "swap_space": {"swap_space": 1},
     "preemption_mode": {"swap_space": 1, "preemption_mode": "swap"},
     "enable_prefix_caching": {"enable_prefix_caching": False},
+    "kv_tiers": {"kv_tiers": [{"type": "host", "size": "1MiB"}]},
+    "kv_store_secret_file": {"kv_store_secret_file": str(Path(__file__))},
     "attention_backend": {"attention_backend": "reference"},
     "kernel_config": {"kernel_config": {"split_k": True}},
     "max_queue_size": {"max_queue_size": 5},
@@ -183,7 +191,7 @@ def test_every_option_builds_the_same_engine_served_and_in_process(monkeypatch: 
     for module in (local_engine, pipeline):
         monkeypatch.setattr(module, "make_runner", make_hash_runner)
     default = None
-    for name, options in OTHER.items():
+    for name, options in sorted(OTHER.items(), key=lambda item: item[0] != "model"):
         engine = served(options)
         if name in ("download_dir", "otlp_traces_endpoint"):
             with pytest.raises(ConfigError, match=rf"{name} is for .*Triton"):

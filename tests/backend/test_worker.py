@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import typing
+from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import psutil
 import pytest
+from adapters import make_adapter, merged_checkpoint
 from checkpoints import greedy_reference, make_checkpoint
 from drafters import add_gate
 from engine_rig import Info, make_core
@@ -15,6 +18,7 @@ from processes_of import pipes_and_sockets
 from worker_rig import COMMAND, ENV, Worker
 
 from inflight.config import EngineConfig
+from inflight.engine.attached import Attached
 from inflight.engine.deltas import RequestFailed
 from inflight.engine.frontend_channels import Frontend, Frontends, Joined
 from inflight.engine.heartbeat import Heartbeat
@@ -27,6 +31,7 @@ from inflight.engine.messages import (
     DumpTrace,
     EngineFailed,
     EngineReady,
+    LoadAdapter,
     Question,
     Shutdown,
     StepMessage,
@@ -36,7 +41,7 @@ from inflight.engine.messages import (
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
 from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
-from inflight.worker import _HANDLERS, Engine, _add, _answer, serve
+from inflight.worker import _HANDLERS, _LATE_HANDLERS, Engine, _add, _answer_of, serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
@@ -143,6 +148,53 @@ def test_questions_are_answered_while_it_generates_and_while_it_is_idle(checkpoi
         engine.close()
 
 
+def test_adapters_are_loaded_beside_the_steps_and_after_a_death_by_path_and_content(checkpoint, fork_server, tmp_path):
+    """The requests that were running are sent again, as the frontend does it."""
+    adapter = make_adapter(tmp_path / "mine", checkpoint, strength=2.0)
+    damaged = make_adapter(tmp_path / "theirs", checkpoint, seed=3)
+    weights = Path(damaged.path) / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"?")
+    prompt, params = list(range(1, 20)), SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
+    wanted = greedy_reference(merged_checkpoint(checkpoint, adapter, tmp_path / "merged"), [prompt], [20])[0]
+    assert wanted != greedy_reference(checkpoint, [prompt], [20])[0]
+    engine = Worker(fork_server, model=checkpoint, enable_lora=True)
+    try:
+        engine.receive()
+        engine.send(Ask(1, LoadAdapter(adapter)))
+        engine.send(Ask(2, LoadAdapter(damaged)))
+        first, second = engine.receive(), engine.receive()
+        assert first.value["modules"] == 14 and first.value["id"] == adapter.id and first.value["bytes"] > 0
+        assert second.error[0] == "INVALID_ARG" and "its files have changed" in second.error[1]
+        engine.send(AddRequest(1, prompt, params, attached=Attached(adapter=adapter)))
+        begun = tokens_until(engine, 5)
+    finally:
+        engine.close()  # kills it
+    engine = Worker(fork_server, model=checkpoint, enable_lora=True)
+    try:
+        engine.receive()
+        again = AddRequest(
+            1, prompt, params, output_token_ids=[begun], replayed=True, attached=Attached(adapter=adapter)
+        )
+        engine.send(again)
+        assert begun + tokens_until(engine, 20 - len(begun)) == wanted
+        engine.send(AddRequest(2, prompt, params, attached=Attached(adapter=damaged)))
+        failed = engine.receive()
+        while not failed.failed:
+            failed = engine.receive()
+        assert (failed.failed[0].request_id, failed.failed[0].code) == (2, "INVALID_ARG")
+    finally:
+        engine.close()
+
+
+def tokens_until(engine: Worker, count: int) -> list[int]:
+    found: list[int] = []
+    while len(found) < count:
+        message = engine.receive()
+        assert isinstance(message, StepMessage) and not message.failed, message
+        found += [token for delta in message.deltas for token in delta.token_ids]
+    return found
+
+
 def test_forks_of_a_parent_without_threads_inherit_nothing_of_each_other(checkpoint, fork_server):
     engines = [Worker(fork_server, model=checkpoint) for _ in range(2)]
     try:
@@ -160,12 +212,12 @@ def test_forks_of_a_parent_without_threads_inherit_nothing_of_each_other(checkpo
 
 
 def test_every_question_has_a_handler():
-    assert set(_HANDLERS) == set(typing.get_args(Question) or (Question,))
+    assert {*_HANDLERS, *_LATE_HANDLERS} == set(typing.get_args(Question) or (Question,))
 
 
-def test_a_handler_that_fails_answers_with_the_error(monkeypatch):
-    monkeypatch.setitem(_HANDLERS, DumpTrace, lambda engine, question: engine.missing)
-    answer = _answer(None, Ask(3, DumpTrace()))  # type: ignore[arg-type]
+def test_a_handler_that_fails_answers_with_the_error():
+    question: Any = None
+    answer = _answer_of(Ask(3, DumpTrace()), lambda: question.missing)
     assert answer == Answer(3, error=("INTERNAL", "AttributeError: 'NoneType' object has no attribute 'missing'"))
 
 

@@ -111,6 +111,32 @@ def test_packed_weights_are_kept_on_a_claim_only() -> None:
         assert not kept or all(entry["name"] != "INFLIGHT_CACHE" for entry in triton["env"])
 
 
+def test_a_volume_and_a_secret_for_kept_kv() -> None:
+    for kv, volume in [
+        ({}, None),
+        ({"size": "50Gi"}, {"emptyDir": {"sizeLimit": "50Gi"}}),
+        ({"existingClaim": "shared"}, {"persistentVolumeClaim": {"claimName": "shared"}}),
+    ]:
+        workload = server(render({"kv": kv}))
+        volumes = {one.pop("name"): one for one in workload["spec"]["template"]["spec"]["volumes"]}
+        mounts = {one["name"]: one["mountPath"] for one in containers(workload)["triton"]["volumeMounts"]}
+        assert volumes.get("kv") == volume
+        assert mounts.get("kv") == (volume and "/var/lib/inflight-kv")
+        assert "kv-secret" not in volumes | mounts
+    found = render({"kv": {"secret": {"name": "s", "key": "k"}}})
+    assert (
+        json.loads(only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]["model.json"])["kv_store_secret_file"]
+        == "/etc/inflight-kv/secret"
+    )
+    workload = server(found)
+    assert {"name": "kv-secret", "secret": {"secretName": "s", "items": [{"key": "k", "path": "secret"}]}} in workload[
+        "spec"
+    ]["template"]["spec"]["volumes"]
+    assert {"name": "kv-secret", "mountPath": "/etc/inflight-kv", "readOnly": True} in containers(workload)["triton"][
+        "volumeMounts"
+    ]
+
+
 def test_a_packaged_chart_contains_alerts_and_dashboard(tmp_path: Path) -> None:
     """In an archive there are no links to files outside."""
     archive = helm_python.package(CHART, destination=tmp_path)
@@ -135,6 +161,11 @@ def test_values_that_cannot_work_are_refused_with_the_reason() -> None:
         ({"terminationGracePeriodSeconds": 30}, "need at least 90"),
         ({"terminationGracePeriodSeconds": 89}, "need at least 90"),
         ({"cache": {"perReplica": True}}, "StatefulSet"),
+        ({"kv": {"size": "1Gi", "existingClaim": "shared"}}, "choose one"),
+        (
+            {"kv": {"secret": {"name": "s"}}, "model": {"settings": {"kv_store_secret_file": "x"}}},
+            "the chart sets this key, from kv.secret",
+        ),
         ({"workload": {"maxSurge": 0, "maxUnavailable": "0%"}}, "a rollout could not begin"),
         ({"ingress": {"enabled": True, "tls": [{"secretName": "x"}]}}, "names no host"),
         ({"endpointPicker": {"enabled": True}, "gateway": {"tls": {"secretName": "x"}}}, "plain HTTP"),

@@ -13,16 +13,19 @@ import pytest
 import yaml
 from promql import ALERTS, DASHBOARD, DEPLOY, expressions, names_in
 
-from inflight.frontend.operator.metric_specs import COUNTED, HISTOGRAM, METRICS
+from inflight.frontend.operator.metric_specs import ADAPTER_METRICS, COUNTED, HISTOGRAM, METRICS
 from inflight_gateway.metrics import Metrics
 
 SCRAPE = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
 
 # Triton's metrics (docs/user_guide/metrics.md of tritonserver) and the one that Prometheus adds for the scrape.
+ALL = (*METRICS, *ADAPTER_METRICS)
 OF_SPECS = {
-    spec.name + suffix: {spec.label[0]}
-    for spec in METRICS
-    if spec.label
+    "inflight_adapter_requests": {"adapter", "state"},
+} | {
+    spec.name + suffix: {*spec.engine_labels, *(spec.label or ())[:1]}
+    for spec in ALL
+    if spec.label or spec.engine_labels
     for suffix in ("", "_bucket", "_sum", "_count")
 }
 FOREIGN = {
@@ -52,13 +55,14 @@ TWINS = {
     "vllm:num_preemptions_total": "inflight_requests_preempted_total",
     "vllm:prefix_cache_queries_total": "inflight_prefix_cache_queries_total",
     "vllm:prefix_cache_hits_total": "inflight_prefix_cache_hits_total",
+    "vllm:lora_requests_info": "inflight_adapter_requests",
 }
 
 
 def series() -> set[str]:
     """Names of the time series on `/metrics`."""
     names = {*FOREIGN, *GATEWAY}
-    for spec in METRICS:
+    for spec in ALL:
         suffixes = ("_bucket", "_sum", "_count") if spec.kind in (HISTOGRAM, COUNTED) else ("",)
         names |= {spec.name + suffix for suffix in suffixes}
     return names
@@ -94,7 +98,7 @@ def test_brackets_are_balanced_and_only_histograms_have_buckets():
 
 def test_every_metric_of_ours_is_on_the_dashboard():
     shown = {name for title, expression in expressions() for name in names_in(expression)}
-    wanted = [TWINS.get(spec.name, spec.name) for spec in METRICS]
+    wanted = [TWINS.get(spec.name, spec.name) for spec in ALL]
     missing = [name for name in wanted if not any(series.startswith(name) for series in shown)]
     assert not missing
 

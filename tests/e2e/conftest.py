@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from guarded_entry import KEY, write_guarded
 from model_entries import copy_entry, killed_at_the_end, loaded
 from replicas import Fleet
 
@@ -41,11 +42,13 @@ GROUPS = {
         "vllm_backend_clients",
     ),
     "e2e-models": (
+        "adapters",
         "draining",
         "frontend_fake_engine",
         "grouping",
         "kept_weights",
         "kubernetes",
+        "kv_tiers",
         "latency",
         "memory",
         "opentelemetry",
@@ -119,6 +122,18 @@ def server(triton: TritonServer) -> Iterator[TritonServer]:
     """The same server with the model `demo`, which no module changes."""
     with loaded(triton, "demo"):
         yield triton
+
+
+@pytest.fixture(scope="session")
+def guarded(
+    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[TritonServer]:
+    """A server that lets only callers with the key manage models, with the model `mine`."""
+    repository = tmp_path_factory.mktemp("guarded")
+    write_guarded(repository)
+    options = {"model_control_mode": "explicit", "load_models": ["mine"], "admin_key": KEY, "env": keeping}
+    with killed_at_the_end(TritonServer(repository, **options)) as server:
+        yield server
 
 
 @pytest.fixture(scope="session")

@@ -112,21 +112,34 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
 
 
 @pytest.mark.nightly
-def test_serve_a_gguf_file_and_chat(triton_installed: None, smollm2_gguf: Path) -> None:
-    """Weights, tokenizer and chat template are the file's."""
+@pytest.mark.parametrize("name", ["SmolLM2-135M-Instruct.Q4_1", "smollm2-GGUF-Q4_1"])
+def test_serve_a_gguf_file_and_chat(
+    triton_installed: None, smollm2_gguf: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights, tokenizer and chat template are the file's, which is here, or in the cache of the hub."""
+    model = str(smollm2_gguf)
+    if name not in model:
+        model = "acme/smollm2-GGUF:Q4_1"
+        home = tmp_path / "models--acme--smollm2-GGUF"
+        (home / "refs").mkdir(parents=True)
+        (home / "refs" / "main").write_text("c" * 40)
+        (home / "snapshots" / ("c" * 40)).mkdir(parents=True)
+        (home / "snapshots" / ("c" * 40) / smollm2_gguf.name).symlink_to(smollm2_gguf)
+        monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     options = ["--dtype", "float32", "--max-model-len", "1024", "--quantization", "gguf", "--load-format", "gguf"]
-    with _inflight("serve", "--model", str(smollm2_gguf), *options, "--openai-port", "0") as process:
+    with _inflight("serve", "--model", model, *options, "--openai-port", "0") as process:
         assert process.stdout is not None
         _, front, _ = (process.stdout.readline() for _ in range(3))
         address = re.match(r"ready: OpenAI's API at (http://127\.0\.0\.1:\d+/v1)", front)
         assert address is not None, front
-        question = {"role": "user", "content": "What is the capital of France?"}
-        body = {"model": "SmolLM2-135M-Instruct.Q4_1", "messages": [question], "temperature": 0, "max_tokens": 20}
+        question = {"role": "user", "content": "What is the capital city of France? Answer in one sentence."}
+        body = {"model": name, "messages": [question], "temperature": 0, "max_tokens": 20}
         request = urllib.request.Request(f"{address[1]}/chat/completions", json.dumps(body).encode())
         request.add_header("Content-Type", "application/json")
         with urllib.request.urlopen(request) as response:
             choice = json.load(response)["choices"][0]
-    assert choice["message"]["content"] == "The capital of France is Paris." and choice["finish_reason"] == "stop"
+    assert choice["message"]["content"] == "The capital city of France is Paris." and choice["finish_reason"] == "stop"
 
 
 @pytest.mark.nightly  # tests/tools/test_cli.py has a model that fails

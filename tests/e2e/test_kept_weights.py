@@ -8,9 +8,11 @@ from typing import Any
 
 from model_entries import killed_at_the_end, load, write_entry
 from processes_of import engine_process
+from typer.testing import CliRunner
 from wire import post, wait_for
 
 from inflight.loading.startup import REUSED
+from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
 IN_FULL = "reading the weights"
@@ -55,3 +57,18 @@ def test_later_engines_use_what_the_first_has_kept(tmp_path: Path) -> None:
         engine_process(server, "first").kill()
         assert answers(server, "first") == expected
         assert starts() == (1, 3)
+
+        def weights(*arguments: str) -> list[str]:
+            done = CliRunner().invoke(app, ["weights", *arguments], env={"INFLIGHT_CACHE": str(tmp_path / "cache")})
+            assert done.exit_code == 0, done.output
+            return done.output.splitlines()
+
+        (verified,) = weights("verify")
+        assert verified.startswith("whole ")
+        assert answers(server, "first") == expected
+        (dropped,) = weights("drop", "--all")
+        assert dropped.startswith("dropped ")
+        assert answers(server, "first") == expected, "an engine that has mapped the file goes on"
+        engine_process(server, "first").kill()
+        assert answers(server, "first") == expected
+        assert answers(server, "forked") == expected

@@ -186,7 +186,7 @@ def test_ids_in_and_ids_out(address: str, greedy: str) -> None:
     [
         ({"beam_width": 2}, "beam_width=2 is not supported: omit it or set it to 1"),
         ({"return_context_logits": True}, "return_context_logits=True is not supported"),
-        ({"lora_task_id": 5}, "unexpected inference input 'lora_task_id'"),
+        ({"lora_task_id": 5}, "LoRA feature is not enabled"),
     ],
 )
 def test_unsupported_options_are_refused_by_name(address: str, options: dict[str, Any], message: str) -> None:

@@ -9,49 +9,19 @@ import signal
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tritonclient.grpc as grpc
-from model_entries import killed_at_the_end
+from guarded_entry import CHECKPOINT, HEADER, KEY
 from tritonclient.utils import InferenceServerException
 from wire import post, tensor
 
 from inflight_client import Client, InflightError
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
-
-CHECKPOINT = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint"
-KEY = "a-key-of-the-tests-0123"
-HEADER = "x-tenant-8f21"
-BOMB = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-OPTIONS = {
-    "dtype": "float32",
-    "kv_cache_memory": "16MiB",
-    "cpu_threads": 1,
-    "spare_engine": False,
-    "step_trace": 8,
-    "tenant_header": HEADER,
-    "chat_template": "{% if messages[0].role == 'bomb' %}" + BOMB + "{% endif %}{{ messages[0].content }}",
-    "chat_template_timeout": 0.2,
-}
-
-
-@pytest.fixture(scope="module")
-def guarded(
-    triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[TritonServer]:
-    """A server that lets only callers with the key manage models, and whose model takes the tenant from a header."""
-    repository = tmp_path_factory.mktemp("guarded")
-    version = repository / "mine" / "1"
-    version.mkdir(parents=True)
-    (version / "model.json").write_text(json.dumps({"model": str(CHECKPOINT), **OPTIONS}))
-    (version.parent / "config.pbtxt").write_text('backend: "inflight"\n')
-    options = {"model_control_mode": "explicit", "load_models": ["mine"], "admin_key": KEY, "env": keeping}
-    with killed_at_the_end(TritonServer(repository, **options)) as server:
-        yield server
 
 
 def request(server: TritonServer, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:

@@ -20,6 +20,7 @@ import msgspec
 
 from inflight.config import EngineConfig
 from inflight.engine import assembly
+from inflight.engine.adapter import Adapters
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import TokenColumns
 from inflight.engine.events import DoneStep, EngineListener
@@ -29,6 +30,7 @@ from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.step_trace import make_trace
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 
 VOCAB = 50
@@ -45,6 +47,8 @@ class Info:
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
     whole_prompts: bool = False
+    tiers: Tiers | None = None
+    adapters: Adapters | None = None
 
 
 def done_step(out: SchedulerOutput, seconds: float) -> DoneStep:

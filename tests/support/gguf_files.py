@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, quants
-from safetensors.numpy import load_file
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 __all__ = ["as_gguf", "byte_tokens", "decoded", "random_blocks", "write_gguf"]
@@ -56,7 +56,8 @@ def as_gguf(
     config = AutoConfig.from_pretrained(folder)
     architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     tensors, expected = {}, {}
-    for name, weight in load_file(Path(folder) / "model.safetensors").items():
+    for name, stored in load_file(Path(folder) / "model.safetensors").items():
+        weight = stored.float().numpy()
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         moved = _converted(name, weight, architecture, config)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from inflight.config import EngineConfig
 from inflight.device.device_queue import DeviceQueue
 from inflight.engine import assembly
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import SequenceDelta
 from inflight.engine.integrity import check_core
@@ -40,18 +42,29 @@ def make_device_core(path: str, queue: DeviceQueue | None = None, **options: Any
 
 
 def run(
-    core: EngineCore, prompts: list[list[int]], params: list[SamplingParams], stagger: int = 0
+    core: EngineCore,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    stagger: int = 0,
+    attached: Sequence[Attached | None] = (),
 ) -> dict[tuple[int, int], list[SequenceDelta]]:
-    """All deltas of each sequence (request, index); request k is added after `k * stagger` steps."""
+    """All deltas of each sequence (request, index); request k is added after `k * stagger` steps.
+
+    Args:
+        attached: of each request; empty: none has any.
+    """
     deltas: dict[tuple[int, int], list[SequenceDelta]] = {}
     waiting = list(enumerate(zip(prompts, params)))
     steps = 0
     while waiting or core.has_work:
         while waiting and waiting[0][0] * stagger <= steps:
             request_id, (prompt, sampling) = waiting.pop(0)
-            failure = core.add_request(AddRequest(request_id, prompt, sampling))
+            own = attached[request_id] if attached else None
+            failure = core.add_request(AddRequest(request_id, prompt, sampling, attached=own))
             assert failure is None, failure
-        for delta in core.step().deltas:
+        message = core.step()
+        assert not message.failed, message.failed
+        for delta in message.deltas:
             deltas.setdefault((delta.request_id, delta.index), []).append(delta)
         check_core(core)
         steps += 1

@@ -111,11 +111,12 @@ def slowed(process: psutil.Process, runs: float = 0.005, pauses: float = 0.02) -
     over = threading.Event()
 
     def turns() -> None:
-        while not over.is_set():
-            process.suspend()
-            over.wait(pauses)
-            process.resume()
-            over.wait(runs)
+        with contextlib.suppress(psutil.NoSuchProcess):  # the test has killed it
+            while not over.is_set():
+                process.suspend()
+                over.wait(pauses)
+                process.resume()
+                over.wait(runs)
 
     thread = threading.Thread(target=turns)
     thread.start()

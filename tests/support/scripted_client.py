@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ class ScriptedClient:
     Attributes:
         streams: of all requests so far.
         questions: options of all calls of `tokenize`.
-        admin_keys: of all questions for the state.
+        admin_keys: of all questions for the state, and of all `changes` of adapters.
         inputs: names of the inputs of each model.
         info: the result of `model_info`.
         stats: the answer to the control request "stats", or the error that it raises.
@@ -164,6 +164,7 @@ class ScriptedClient:
         self.questions: list[dict[str, Any]] = []
         self.stats: dict[str, Any] | Exception = stats()
         self.admin_keys: list[str | None] = []
+        self.changes: list[tuple[str, dict[str, Any]]] = []
         self.is_live = True
         self.is_ready = True
         self.is_silent = False  # as a model whose stub process is stopped
@@ -211,13 +212,35 @@ class ScriptedClient:
         return self.is_live
 
     async def control(
-        self, name: str, model: str | None = None, timeout: float = 60.0, admin_key: str | None = None
+        self,
+        name: str,
+        model: str | None = None,
+        timeout: float = 60.0,
+        admin_key: str | None = None,
+        parameters: Mapping[str, str | bool] | None = None,
     ) -> str:
-        assert name == "stats"
         self.admin_keys.append(admin_key)
+        if name in ("load_adapter", "unload_adapter"):
+            self.changes.append((name, dict(parameters or {})))
+            return self.change(name, dict(parameters or {}))
+        assert name == "stats"
         if isinstance(self.stats, Exception):
             raise self.stats
         return json.dumps({**self.stats, "model": model})
+
+    def change(self, name: str, parameters: dict[str, Any]) -> str:
+        """As the backend: the errors have its words."""
+        adapters, lora_name = self.info["adapters"], parameters["lora_name"]
+        if name == "unload_adapter":
+            if lora_name not in adapters:
+                raise InvalidRequestError(f"The lora adapter '{lora_name}' cannot be found.")
+            return json.dumps({"id": adapters.pop(lora_name)})
+        if lora_name in adapters and not parameters["load_inplace"]:
+            raise InvalidRequestError(f"The lora adapter '{lora_name}' has already been loaded.")
+        if not parameters["lora_path"].startswith("/loras/"):
+            raise InvalidRequestError(f"lora_path={parameters['lora_path']!r}: must be the absolute path of a folder")
+        adapters[lora_name] = "1" * 32
+        return json.dumps({"id": adapters[lora_name]})
 
     async def ready(self, model: str) -> bool:
         return self.is_ready

@@ -40,7 +40,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES: dict[str, tuple[str, ...]] = {
     "sh": ("",),
     "python": ("",),
-    "json": ("model.json", "messages", "response"),
+    "json": ("model.json", "multi_lora.json", "messages", "response"),
     "yaml": ("values.yaml",),
     "pbtxt": ("config.pbtxt",),
     "text": ("",),  # diagrams, formats, output: no command and no program
@@ -57,7 +57,15 @@ MODULES_ELSEWHERE = ("anthropic", "ollama")
 
 # Lines of `sh` blocks, and whole `python` blocks, that no test runs: (pattern at the beginning of a line, reason).
 NOT_RUN: list[tuple[str, str]] = [
+    (
+        r"from inflight import LLM, LoRARequest",
+        "needs an adapter; tests/backend/in_process/test_lora.py has one",
+    ),
     (r"inflight serve --model model\.gguf", "needs such a file; tests/e2e/test_demo.py serves one"),
+    (
+        r"inflight adapters (load|unload)|curl .*load_lora_adapter",
+        "needs adapters; tests/e2e/test_adapters.py loads some",
+    ),
     (r"make ", "makes an environment or runs for minutes; the target is checked"),
     (r"pip install", "the tests' environment stays as it is; extras are checked"),
     (r"source \.venv/bin/activate", "the tests run in their own environment"),

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
-from inflight.engine.deltas import StepStats
+from inflight.engine.deltas import StepStats, TierStats, TierTotals
 from inflight_client.errors import ServerError, ServerUnreachableError
 from inflight_tools import cli, operator
 from inflight_tools.operator import status_table
@@ -88,6 +89,18 @@ def test_tenants_and_swap_show_where_they_are_on() -> None:
     text = status_table(answer(engine=engine))
     assert "'gold': 1 running, 2 waiting" in text
     assert "3 host blocks used, 4 swapped out, 0 swapped in" in text
+
+
+def test_kv_tiers_show_where_there_are_any() -> None:
+    disk = TierStats("disk", True, 3 * 2**20, 1.5, 8, 20, 1, {"torn": 1, "io": 2})
+    totals = TierTotals(200, 50, [disk, TierStats("redis", False, 0, 0.0, 0, 0, 0, {})])
+    engine = answer()["engine"]
+    assert "KV tiers" not in status_table(answer())
+    engine["load"] |= {"kv_tiers": msgspec.to_builtins(totals)}
+    text = status_table(answer(engine=engine))
+    assert "25.0% of 200 prompt tokens" in text
+    assert "disk: 3 MiB, 8 extents read, 20 written; errors: 2 io, 1 torn" in text
+    assert "redis: off after errors; 0 extents read, 0 written" in text
 
 
 def test_without_an_engine_the_table_says_so_and_shows_the_last_step() -> None:

@@ -85,7 +85,8 @@ def test_the_checkpoint_is_served_as_the_numbers_that_it_contains(
     assert (status, answer["tokens"], answer["not_quantized"]) == (0, 96, [])
     assert answer["bytes"] == (output / "model.safetensors").stat().st_size
     plain = dequantized_copy(output, tmp_path / "plain", head_bits=head_bits)
-    with LLM(str(output), device="cpu", dtype="float32") as llm:
+    # The native forward pass would multiply the codes by inputs in eight bits.
+    with LLM(str(output), device="cpu", dtype="float32", native_forward=False) as llm:
         params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
         found = [each.outputs[0].token_ids for each in llm.generate(PROMPTS, params, use_tqdm=False)]
     assert found == greedy_reference(plain, PROMPTS, [12] * 3)
@@ -399,6 +400,18 @@ def test_weights_that_are_no_numbers_are_named(llama: str, tmp_path: Path, writt
     save_file(tensors, folder / "model.safetensors")
     status, text = run(folder, "-o", tmp_path / "x")
     assert status == 1 and "model.layers.1.mlp.gate_proj cannot be quantized: its weights are infinite" in text
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"])
+def test_copied_weights_that_are_no_numbers_are_named(llama: str, tmp_path: Path, name: str) -> None:
+    tensors = load_file(Path(llama) / "model.safetensors")
+    tensors[name].view(-1)[-1] = torch.inf if name == "lm_head.weight" else torch.nan
+    folder = tmp_path / "damaged"
+    folder.mkdir()
+    (folder / "config.json").write_text((Path(llama) / "config.json").read_text())
+    save_file(tensors, folder / "model.safetensors")
+    status, text = run(folder, "-o", tmp_path / "x")
+    assert status == 1 and f"{name} has values that are infinite or not numbers" in text
 
 
 def test_too_little_memory_or_disk_is_said_before_anything_is_done(

@@ -68,8 +68,11 @@ def test_flags_of_vllm_serve_are_keys(checkpoint: str) -> None:
     [
         (["--tensor-parallel-size", "2"], "tensor_parallel_size=2 is not supported: this engine runs on one device"),
         (["-tp", "2"], "tensor_parallel_size=2 is not supported"),
-        (["--enable-lora"], "adapters are not served; merge the adapter into the checkpoint"),
-        (["--lora-modules", "a=b"], "--lora-modules is an option of vllm serve: adapters are not served"),
+        (["--lora-modules"], "--lora-modules needs values such as NAME=FOLDER"),
+        (["--lora-modules", "a=/nowhere"], "no adapter_config.json in /nowhere"),
+        (["--lora-modules", "=b"], "expected NAME=FOLDER"),
+        (["--lora-modules", '{"name": "a"}'], 'expected NAME=FOLDER, or {"name": "...", "path": "..."}'),
+        (["--model-repository", ".", "--lora-module", "a=b"], "--lora-module cannot be combined"),
         (["--ssl-ca-certs", "ca.pem"], "--ssl-ca-certs is an option of vllm serve: certificates of clients"),
         (["--http-prot", "9"], "No such option: --http-prot"),
         (["--swap-space"], "--swap-space needs a value"),

@@ -20,6 +20,7 @@ from inflight_client.chat import chat
 from inflight_client.cli import generate
 from inflight_client.vectors_cli import embed, rerank
 from inflight_tools import admin
+from inflight_tools.adapters import adapters
 from inflight_tools.engine_flags import ServeCommand
 from inflight_tools.gateway import (
     AllowedHosts,
@@ -37,7 +38,14 @@ from inflight_tools.kept_weights import weights
 from inflight_tools.openai_beside import OpenAIAddress, gateway_beside
 from inflight_tools.operator import drain, models, status
 from inflight_tools.quantize.command import quantize
-from inflight_tools.repository import check_repository, default_name, parse_setting, resolve_model, write_entry
+from inflight_tools.repository import (
+    check_repository,
+    default_name,
+    lora_modules,
+    parse_setting,
+    resolve_model,
+    write_entry,
+)
 from inflight_tools.simulator.commands import calibrate, simulate
 from inflight_tools.terminal import fail, one_line_errors, stop_signals
 from inflight_tools.trace.command import trace
@@ -163,6 +171,10 @@ def serve(
     trust_request_chat_template: TrustRequestChatTemplate = False,
     no_page: NoPage = False,
     otlp_traces_endpoint: OtlpTracesEndpoint = "",
+    lora_module: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=FOLDER", help="LoRA adapter to serve; repeatable, or --lora-modules as in vllm."),
+    ] = None,
 ) -> None:
     """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
 
@@ -201,12 +213,22 @@ def serve(
             if trust_request_chat_template:
                 options["trust_request_chat_template"] = True
             options["otlp_traces_endpoint"] = otlp_traces_endpoint or None
+            if lora_module:
+                options["enable_lora"] = True
             with _usage_errors():
-                write_entry(Path(temporary), name or default_name(model), engine_config(model, options, set_ or []))
+                config, modules = engine_config(model, options, set_ or []), lora_modules(lora_module or [])
+                write_entry(Path(temporary), name or default_name(model), config, modules)
         else:
             traces = None if openai else otlp_traces_endpoint or None
             _reject_with_repository(
-                {"model": model, "name": name, **options, "set": set_, "otlp_traces_endpoint": traces}
+                {
+                    "model": model,
+                    "name": name,
+                    **options,
+                    "set": set_,
+                    "otlp_traces_endpoint": traces,
+                    "lora_module": lora_module or None,
+                }
             )
             with _usage_errors():
                 check_repository(model_repository)
@@ -370,6 +392,7 @@ app.command()(rerank)
 app.command()(models)
 app.command()(status)
 app.command()(drain)
+app.add_typer(adapters, name="adapters")
 app.command()(quantize)
 app.command()(weights)
 app.command()(trace)

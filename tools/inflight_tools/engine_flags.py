@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import msgspec
 from typer.core import TyperCommand
 
 from inflight.config import EngineConfig
@@ -19,11 +21,11 @@ _SHORT = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-
 _ELSEWHERE = {
     "--allowed-origins": "give each origin with --allowed-origin",
     "--chat-template-content-format": "it is told by the template; leave it out",
-    "--lora-modules": "adapters are not served; merge the adapter into the checkpoint",
     "--root-path": "set it in the proxy that adds the path",
     "--ssl-ca-certs": "certificates of clients are checked by a proxy in front of the server",
     "--uvicorn-log-level": "use --verbose",
 }
+_MODULES = "--lora-modules"  # several values behind one flag
 _WITHOUT_EFFECT = {"--enable-auto-tool-choice"}
 
 
@@ -46,12 +48,33 @@ def as_settings(args: Sequence[str], own: Collection[str]) -> list[str]:
         given = left.pop(0)
         name, equals, value = given.partition("=")
         name = _SHORT.get(name, name)
-        if name in own or not name.startswith("--") or name == "--":
+        if name == _MODULES:
+            found += _modules(name, value if equals else None, left)
+        elif name in own or not name.startswith("--") or name == "--":
             found.append(given)
         elif name in _ELSEWHERE:
             fail(f"{name} is an option of vllm serve: {_ELSEWHERE[name]}", status=2)
         elif name not in _WITHOUT_EFFECT:
             found += _setting(name, value if equals else None, left) or [given]
+    return found
+
+
+def _modules(name: str, value: str | None, left: list[str]) -> list[str]:
+    """`--lora-module NAME=FOLDER` for each of the values, which vLLM also takes as JSON; takes them from `left`."""
+    values = [] if value is None else [value]
+    while left and not left[0].startswith("-") and ("=" in left[0] or left[0].startswith("{")):
+        values.append(left.pop(0))
+    if not values:
+        fail(f"{name} needs values such as NAME=FOLDER", status=2)
+    found = []
+    for one in values:
+        if one.startswith("{"):
+            try:
+                given = json.loads(one)
+                one = f"{given['name']}={given['path']}"
+            except (ValueError, KeyError, TypeError):
+                fail(f'{name} {one!r}: expected NAME=FOLDER, or {{"name": "...", "path": "..."}}', status=2)
+        found += ["--lora-module", one]
     return found
 
 
@@ -75,5 +98,5 @@ def _setting(name: str, value: str | None, left: list[str]) -> list[str]:
 
 def _keys() -> dict[str, bool]:
     """Each key; True: it is on or off."""
-    own = {key: "bool" in str(EngineConfig.__annotations__[key]) for key in EngineConfig.__struct_fields__}
+    own = {field.name: "bool" in str(field.type) for field in msgspec.structs.fields(EngineConfig)}
     return {**option_names(), **own}

@@ -20,20 +20,18 @@ from inflight_client.local_servers import key_of
 from inflight_tools.admin import ENVIRONMENT
 from inflight_tools.terminal import fail
 
-__all__ = ["drain", "models", "status", "status_table"]
+__all__ = ["AdminKey", "Json", "Model", "Url", "drain", "failures", "models", "status", "status_table"]
 
-_Url = Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")]
-_Model = Annotated[str | None, typer.Option(help="Model to ask.", show_default="the only one of the server")]
-_AdminKey = Annotated[
+Url = Annotated[str, typer.Option(help="Triton's gRPC or HTTP address.")]
+Model = Annotated[str | None, typer.Option(help="Model to ask.", show_default="the only one of the server")]
+AdminKey = Annotated[
     str | None,
     typer.Option(envvar=ENVIRONMENT, help="What the server printed at its start; known if you run it on this machine."),
 ]
-_Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON.")]
 
 
-def status(
-    url: _Url = "127.0.0.1:8001", model: _Model = None, json_: _Json = False, admin_key: _AdminKey = None
-) -> None:
+def status(url: Url = "127.0.0.1:8001", model: Model = None, json_: Json = False, admin_key: AdminKey = None) -> None:
     """Show what a model does now.  It answers while its engine is down, too.
 
     Examples: `inflight status`, `inflight status --model qwen --json | jq .engine.load`.
@@ -43,11 +41,11 @@ def status(
 
 
 def drain(
-    url: _Url = "127.0.0.1:8001",
-    model: _Model = None,
+    url: Url = "127.0.0.1:8001",
+    model: Model = None,
     timeout: Annotated[float, typer.Option(help="Seconds to wait; the model's drain_timeout bounds them.")] = 3600.0,
-    json_: _Json = False,
-    admin_key: _AdminKey = None,
+    json_: Json = False,
+    admin_key: AdminKey = None,
 ) -> None:
     """Take no new requests and wait for the open ones.  A drained model serves again once it is reloaded.
 
@@ -62,12 +60,12 @@ def drain(
     )
 
 
-def models(url: _Url = "127.0.0.1:8001", json_: _Json = False, admin_key: _AdminKey = None) -> None:
+def models(url: Url = "127.0.0.1:8001", json_: Json = False, admin_key: AdminKey = None) -> None:
     """List the models of a server: name, version, state, and why one is not ready.
 
     Examples: `inflight models`, `inflight models --json | jq -r '.[].name'`.
     """
-    with _failures():
+    with failures():
         protocol, url = find_endpoint(url)
         found = models_at(url, protocol, admin_key)
     rows = [[entry[key] for key in ("name", "version", "state", "reason")] for entry in found]
@@ -75,7 +73,7 @@ def models(url: _Url = "127.0.0.1:8001", json_: _Json = False, admin_key: _Admin
 
 
 def _ask(url: str, model: str | None, control: str, timeout: float, admin_key: str | None) -> str:
-    with _failures():
+    with failures():
         protocol, url = find_endpoint(url)
         key = admin_key or key_of(url)
         asked = model or sole_model(url, protocol, key)
@@ -84,7 +82,7 @@ def _ask(url: str, model: str | None, control: str, timeout: float, admin_key: s
 
 
 @contextlib.contextmanager
-def _failures() -> Iterator[None]:
+def failures() -> Iterator[None]:
     """One line and an exit status."""
     try:
         yield
@@ -149,6 +147,25 @@ def _load_rows(load: dict[str, Any]) -> list[tuple[str, str]]:
     if load["swapped_out_total"] or load["host_blocks_used"]:
         swapped = f"{load['swapped_out_total']} swapped out, {load['swapped_in_total']} swapped in"
         rows.append(("swap", f"{load['host_blocks_used']} host blocks used, {swapped}"))
+    if load.get("kv_tiers"):
+        rows += _tier_rows(load["kv_tiers"])
+    return rows
+
+
+def _tier_rows(totals: dict[str, Any]) -> list[tuple[str, str]]:
+    queried = totals["queries_total"]
+    rows = [
+        (
+            "KV tiers",
+            f"{totals['hits_total'] / max(1, queried):.1%} of {queried} prompt tokens found that the pool lacked",
+        )
+    ]
+    for tier in totals["tiers"]:
+        errors = ", ".join(f"{count} {why}" for why, count in sorted(tier["errors_total"].items()))
+        text = f"{tier['tier']}: " + ("" if tier["is_open"] else "off after errors; ")
+        text += f"{tier['num_bytes'] / 2**20:.0f} MiB, " if tier["num_bytes"] else ""
+        text += f"{tier['loaded_total']} extents read, {tier['stored_total']} written"
+        rows.append(("", text + (f"; errors: {errors}" if errors else "")))
     return rows
 
 

@@ -6,19 +6,21 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.gguf.hub_names import hub_name
 
 __all__ = [
     "CONFIG_PBTXT",
     "check_repository",
     "default_name",
     "longest_drain",
+    "lora_modules",
     "parse_setting",
     "read_settings",
     "resolve_model",
@@ -54,8 +56,28 @@ def parse_setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def lora_modules(given: Iterable[str]) -> dict[str, str]:
+    """Names and absolute folders of adapters, from `NAME=FOLDER`.
+
+    Raises:
+        ConfigError: no name, no folder, a name twice, or no adapter in the folder.
+    """
+    found: dict[str, str] = {}
+    for text in given:
+        name, _, folder = text.partition("=")
+        path = Path(folder).expanduser()
+        if not name or not folder:
+            raise ConfigError(f"--lora-module {text!r}: expected NAME=FOLDER, such as --lora-module sql=./sql-lora")
+        if name in found:
+            raise ConfigError(f"--lora-module {text!r}: the name came before")
+        if not (path / "adapter_config.json").is_file():
+            raise ConfigError(f"--lora-module {text!r}: no adapter_config.json in {path}; give a folder of PEFT's")
+        found[name] = str(path.resolve())
+    return found
+
+
 def resolve_model(model: str) -> str:
-    """The absolute path of a checkpoint directory or a GGUF file, or a hub id as it is.
+    """The absolute path of a checkpoint directory or a GGUF file, or a hub id or the name of a GGUF file there.
 
     Raises:
         ConfigError: neither existing nor a possible hub id, or a directory without a checkpoint.
@@ -71,6 +93,8 @@ def resolve_model(model: str) -> str:
         return str(path.resolve())
     if path.is_file():
         return str(path.resolve())
+    if hub_name(model) is not None:
+        return model
     if model.endswith(_GGUF):
         raise ConfigError(f"model={model!r}: no such file")
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", model):
@@ -90,8 +114,10 @@ def check_repository(folder: Path) -> None:
         )
 
 
-def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
+def write_entry(folder: Path, name: str, config: EngineConfig, modules: Mapping[str, str] | None = None) -> Path:
     """Write an entry that Triton loads as `name`; `model.json` lists what differs from the defaults.
+
+    With `enable_lora`, `multi_lora.json` has `modules`: names and folders of adapters.
 
     A checkpoint or tokenizer inside `folder` is written relative to `model.json`, so the repository can be
     moved or mounted elsewhere; any other directory or file is written as an absolute path.
@@ -113,12 +139,16 @@ def write_entry(folder: Path, name: str, config: EngineConfig) -> Path:
     }
     for key in ("model", "tokenizer"):
         # Beside an entry, a file is looked for by this ending only.
-        if key in values and (Path(values[key]).is_dir() or str(values[key]).endswith(_GGUF)):
-            values[key] = _portable(Path(values[key]), folder, entry / "1")
+        path = Path(values.get(key) or "")
+        if key in values and (path.is_dir() or (path.suffix == _GGUF and path.is_file())):
+            values[key] = _portable(path, folder, entry / "1")
     try:
         (entry / "1").mkdir(parents=True)
         (entry / "config.pbtxt").write_text(CONFIG_PBTXT, encoding="utf-8")
         (entry / "1" / "model.json").write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        if config.enable_lora:
+            text = json.dumps(dict(modules or {}), indent=2) + "\n"
+            (entry / "1" / "multi_lora.json").write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {entry}: {error.strerror}") from None
     return entry

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any, Protocol
+
 import msgspec
 
-__all__ = ["AdapterRef"]
+__all__ = ["AdapterRef", "Adapters"]
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -21,3 +24,25 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     id: str
     path: str
     rank: int
+
+
+class Adapters(Protocol):
+    """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
+
+    def reset(self) -> None:
+        """A new engine core: no sequence runs."""
+
+    def start(self, ref: AdapterRef) -> None:
+        """A request with it has arrived: load it, if there is room, even if that has failed before."""
+
+    def outcome(self, ref: AdapterRef) -> str | None:
+        """ "" if requests may start with it; None while they have to wait; else why it cannot be served."""
+
+    def hold(self, ref: AdapterRef) -> None:
+        """A sequence starts to run with it, for which `outcome` was "": it stays in memory until it is released."""
+
+    def release(self, ref: AdapterRef) -> None:
+        """A sequence that held it no longer runs."""
+
+    def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
+        """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

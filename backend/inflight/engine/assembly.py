@@ -15,6 +15,8 @@ from inflight.engine.policies.selection import make_policies, make_swap
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.queue_limits import QueueLimits
 from inflight.engine.scheduler import Scheduler, SchedulerLimits
+from inflight.engine.tiers.loads import Loads
+from inflight.engine.tiers.tiered_pool import TieredPool
 
 __all__ = ["make_core", "make_parts"]
 
@@ -38,9 +40,15 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     """The parts of `EngineCore`; limits and shedding listen to the scheduler's events."""
     info = runner.info
     accounts, record = TenantAccounts(config), AdmissionRecord()
+    pool, loads = KVPool(info.num_blocks, config.block_size), None
+    if info.tiers is not None:
+        longest = info.max_model_len + 1  # with the void token of a pooled request
+        pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, [*info.tiers.reserved])
+        loads = Loads(info.tiers, tiered, clock)
     drafts = runner.draft_runner
-    policies = make_policies(config, clock, info.grammars, drafts, accounts, record, info.whole_prompts)
-    pool = KVPool(info.num_blocks, config.block_size)
+    policies = make_policies(
+        config, clock, info.grammars, drafts, accounts, record, info.whole_prompts, loads, info.adapters
+    )
     limits = SchedulerLimits(config.max_num_seqs, config.step_tokens)
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)
     queue_limits = QueueLimits(config, accounts)

@@ -1,4 +1,4 @@
-"""What the engine gives for its requests: deltas of sequences, failures, and its state after a step.  No torch."""
+"""Deltas of sequences, failed requests, and the state of the engine: the results of a step.  No torch."""
 
 from __future__ import annotations
 
@@ -66,6 +66,34 @@ class TokenColumns(msgspec.Struct, array_like=True, frozen=True, gc=False):
     token_ids: list[int] = []
 
 
+class TierStats(msgspec.Struct, frozen=True):
+    """A KV tier: what it has now, and totals of this engine process.
+
+    Attributes:
+        tier: its type; the second one of a type ends with "-2".
+        is_open: whether it is asked now; after several errors it is not, for a while.
+        load_seconds_total: of the extents that were read.
+        errors_total: by their kind: "corrupt", "torn", "full", "timeout" or "io".
+    """
+
+    tier: str
+    is_open: bool
+    num_bytes: int
+    load_seconds_total: float
+    loaded_total: int
+    stored_total: int
+    dropped_total: int
+    errors_total: dict[str, int]
+
+
+class TierTotals(msgspec.Struct, frozen=True):
+    """KV beyond the pool: prompt tokens looked for and found there, and each tier."""
+
+    queries_total: int
+    hits_total: int
+    tiers: list[TierStats]
+
+
 class StepStats(msgspec.Struct, array_like=True, frozen=True):
     """State of the engine after a step: times in seconds, and counts.
 
@@ -88,6 +116,7 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     swapped_in_total: int = 0
     collected_first_total: int = 0
     draft_totals: list[int] = []
+    kv_tiers: TierTotals | None = None
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):

@@ -25,6 +25,7 @@ import msgspec
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.messages import (
     REQUESTS_PER_FRONTEND,
+    Answer,
     EngineReady,
     Shutdown,
     StepMessage,
@@ -90,7 +91,8 @@ class Left:
     """In the inbox: a frontend whose pipe has closed."""
 
 
-Inbox = SimpleQueue[tuple[Frontend, Union[ToEngine, Joined, Left]]]  # sender, message
+# Sender and message; or the receiver of an answer that has come late.
+Inbox = SimpleQueue[tuple[Frontend, Union[ToEngine, Joined, Left, Answer]]]
 
 
 def read_into(inbox: Inbox, owner: Frontend, connection: Connection) -> None:

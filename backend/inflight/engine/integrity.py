@@ -69,7 +69,9 @@ def check_pool(pool: KVPool, requests: Iterable[Request]) -> None:
         assert pool._ref[block] == tables[block], f"block {block}: {pool._ref[block]} != {tables[block]} tables"
     unowned = [*pool._free, *pool._cached]
     owned = [block for block in range(pool.num_blocks) if pool._ref[block]]
-    assert sorted(unowned + owned) == list(range(pool.num_blocks)), "a block is lost or in two places"
+    assert sorted([*unowned, *owned, *pool.reserved]) == list(range(pool.num_blocks)), (
+        "a block is lost or in two places"
+    )
     assert all(pool._hash_of[block] is None for block in pool._free), "a free block is in the prefix cache"
     for block_hash, block in pool._block_of.items():
         assert pool._hash_of[block] == block_hash, f"block {block} is found under another hash"

@@ -22,7 +22,7 @@ blocks: no other request has them as a prefix before that, and steps have less t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from hashlib import blake2b
 
 from inflight.engine.request import Request
@@ -54,6 +54,8 @@ class KVPool:
         num_prefix_hits: how many of these tokens were found.
         num_references: entries of all block tables; a shared block counts once for each.
     """
+
+    reserved: Collection[int] = ()  # blocks that are in none of the three places; see `TieredPool`
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks

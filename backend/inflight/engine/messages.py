@@ -11,6 +11,7 @@ from typing import Any, Union
 
 import msgspec
 
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.attached import Attached
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.pooler_facts import PoolerFacts
@@ -26,6 +27,7 @@ __all__ = [
     "EngineFailed",
     "EngineReady",
     "GetStats",
+    "LoadAdapter",
     "Question",
     "Shutdown",
     "StepMessage",
@@ -91,9 +93,19 @@ class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
     """Question: the engine's present load, as the dict that `operator_stats.engine_stats` makes."""
 
 
+class LoadAdapter(msgspec.Struct, array_like=True, tag=3, frozen=True):
+    """Question: load this adapter, if it is not loaded, and say what it is; the answer comes when that has ended.
+
+    The answer: {"name", "id", "rank", "bytes": in memory, "modules": how many have it, "seconds": that loading took,
+    0.0 if it was loaded before}.  INVALID_ARG: it cannot be served, and why.
+    """
+
+    ref: AdapterRef
+
+
 # A new question needs a message type here and a handler in the table of `inflight.worker`.  Its docstring
 # describes the answer: plain data (None, numbers, text, bytes, lists, dicts).
-Question = Union[DumpTrace, GetStats]
+Question = Union[DumpTrace, GetStats, LoadAdapter]
 
 
 class Ask(msgspec.Struct, array_like=True, tag=4, frozen=True):

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from inflight.engine.adapter import Adapters
 from inflight.engine.deltas import RequestFailed
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.messages import AddRequest
@@ -14,6 +15,7 @@ from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request, Status
 from inflight.engine.request_choice import RequestChoice, attach_choices
 from inflight.engine.stop_rules import max_total_tokens, stop_ids
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 
 __all__ = ["ModelInfo", "make_sequences", "refusal", "sequence_seed"]
@@ -33,6 +35,8 @@ class ModelInfo(Protocol):
     choices: list[RequestChoice]
     grammars: Grammars | None
     whole_prompts: bool
+    tiers: Tiers | None
+    adapters: Adapters | None
 
 
 def sequence_seed(seed: int, index: int) -> int:
@@ -112,6 +116,9 @@ def _check(message: AddRequest, info: ModelInfo, pool: KVPool) -> None:
     message.params.validate(vocab_size=info.vocab_size)
     if message.params.grammar is not None and info.grammars is None:
         raise ValueError("structured output is not supported by this engine")
+    if message.attached is not None and message.attached.adapter is not None and info.adapters is None:
+        name = message.attached.adapter.name
+        raise ValueError(f'adapter {name!r}: LoRA is off; set "enable_lora": true in model.json and reload the model')
     if _pooling(message) is not None:
         _check_pooled(message)
     total = max_total_tokens(message.params, num_tokens, _longest(message, info))

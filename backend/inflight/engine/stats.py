@@ -32,4 +32,5 @@ def step_stats(
         swapped_in_total=swap.num_swapped_in,
         collected_first_total=num_collected_first,
         draft_totals=scheduler.policies.draft_counts.totals(),
+        kv_tiers=scheduler.policies.tier_totals(),
     )

@@ -14,7 +14,7 @@ import triton_python_backend_utils as pb_utils
 from inflight.config import ConfigError, EngineConfig
 from inflight.frontend.errors import ErrorCode
 from inflight.frontend.operator.metric_specs import MetricSpec
-from inflight.frontend.operator.metrics import Metrics, NoMetrics
+from inflight.frontend.operator.metrics import CreateMetric, Metrics, NoMetrics
 from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.heap_trim import HeapTrim
 from inflight.frontend.output.output_processor import StatsSink
@@ -32,6 +32,7 @@ __all__ = [
     "create_metrics",
     "create_spans",
     "log",
+    "metric_factory",
     "name_log",
     "output_layout",
     "read_request",
@@ -283,8 +284,8 @@ def wants_metrics(model_config: dict[str, Any], config: EngineConfig) -> bool:
     return not config.disable_log_stats and _parameter(model_config, "REPORT_CUSTOM_METRICS") != "false"
 
 
-def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:
-    """Register the metric families for good; `NoMetrics` if the server runs with `--allow-metrics=false`."""
+def metric_factory(labels: dict[str, str]) -> CreateMetric:
+    """A function that registers metrics with these labels, and their families, for good."""
 
     families: dict[str, Any] = {}
 
@@ -297,8 +298,13 @@ def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMe
         options: dict[str, Any] = {} if buckets is None else {"buckets": buckets}
         return _Metric(_never_deleted(family.Metric(labels={**labels, **more}, **options)))
 
+    return create
+
+
+def create_metrics(labels: dict[str, str], max_model_len: int) -> Metrics | NoMetrics:
+    """Register the metric families for good; `NoMetrics` if the server runs with `--allow-metrics=false`."""
     try:
-        return Metrics(create, max_model_len)
+        return Metrics(metric_factory(labels), max_model_len)
     except pb_utils.TritonModelException as error:
         if "metrics not supported" not in str(error).lower():
             raise

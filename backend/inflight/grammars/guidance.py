@@ -207,29 +207,58 @@ class GuidanceGrammars:
         return ""
 
 
+_NO_TOKEN = -1
+
+
 class _Sequence:
-    """Implements `Grammar`."""
+    """Implements `Grammar`.
+
+    To check a token, the matcher takes nearly all the steps that it takes to consume it, in memory that the forward
+    pass has driven out of the caches.  So a token that `allows` finds allowed stays consumed, *ahead* of `num_tokens`:
+    as a rule it is the next one that `advance` gets.  If anything else comes, it is rolled back.
+    """
 
     def __init__(self, matcher: Any, eos_token_ids: list[int]) -> None:
-        self.matcher = matcher
         self.error = ""
         self.num_tokens = 0
+        self._matcher = matcher
         self._eos_token_ids = eos_token_ids
+        self._ahead = _NO_TOKEN
+
+    @property
+    def matcher(self) -> Any:
+        """The `LLMatcher` behind `num_tokens` tokens."""
+        if self._ahead != _NO_TOKEN:
+            self._ahead = _NO_TOKEN
+            self._matcher.rollback(1)
+        return self._matcher
 
     def advance(self, token_ids: Sequence[int]) -> None:
         if not token_ids or self.error:
             return
         self.num_tokens += len(token_ids)
-        rest = token_ids[self.matcher.try_consume_tokens(list(token_ids)) :]
-        if rest and not (self.matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
+        if token_ids[0] == self._ahead:
+            self._ahead = _NO_TOKEN
+            token_ids = token_ids[1:]
+            if not token_ids:
+                return
+        matcher = self.matcher
+        rest = token_ids[matcher.try_consume_tokens(list(token_ids)) :]
+        if rest and not (matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
             self.check()
             self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
 
     def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
         if self.error:
             return False
+        matcher = self.matcher
+        if not draft_token_ids:
+            if matcher.try_consume_tokens(token_ids[:1]) == 0:
+                return False
+            self._ahead = token_ids[0]
+            return True
         for i, token in enumerate(token_ids):
-            if self.matcher.validate_tokens([*draft_token_ids[:i], token]) <= i:
+            if matcher.validate_tokens([*draft_token_ids[:i], token]) <= i:
                 return False
             if i == len(draft_token_ids) or token != draft_token_ids[i]:
                 break
@@ -239,18 +268,21 @@ class _Sequence:
         return 0 if self.error else int(self.matcher.validate_tokens(list(token_ids)))
 
     def check(self) -> None:
-        if not self.error and self.matcher.is_error():
-            self.error = _reason(self.matcher)
+        if not self.error and self._matcher.is_error():
+            self.error = _reason(self._matcher)
 
     def forced(self, limit: int) -> list[int]:
-        if self.error or self.matcher.is_stopped():
+        if self.error:
             return []
-        tokens = self.matcher.compute_ff_tokens()
+        matcher = self.matcher
+        if matcher.is_stopped():
+            return []
+        tokens: list[int] = matcher.compute_ff_tokens()
         if not tokens or limit <= len(tokens) or len(tokens) > _MAX_FORCED:
             return tokens[:limit]
-        taken = self.matcher.try_consume_tokens(tokens)
-        stopped = self.matcher.is_stopped() and taken == len(tokens)
-        self.matcher.rollback(taken)
+        taken = matcher.try_consume_tokens(tokens)
+        stopped = matcher.is_stopped() and taken == len(tokens)
+        matcher.rollback(taken)
         return [*tokens, self._eos_token_ids[0]] if stopped else tokens
 
 
@@ -277,18 +309,21 @@ class _Wrapped:
 
 def _fill_within(seconds: float, jobs: list[MaskJob], bitmask: np.ndarray) -> list[MaskJob]:
     """Returns the jobs that are left when the time is over."""
+    address, num_bytes = bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize
     end = time.perf_counter() + seconds
     for done, job in enumerate(jobs):
         if time.perf_counter() > end:
             return jobs[done:]
-        _fill_job(job, bitmask)
+        _fill_job(job, address + job.row * num_bytes, num_bytes)
     return []
 
 
-def _fill_job(job: MaskJob, bitmask: np.ndarray) -> None:
-    matcher, num_bytes = _matcher(job), bitmask.shape[1] * bitmask.itemsize
-    first = bitmask.ctypes.data + job.row * num_bytes
+def _fill_job(job: MaskJob, first: int, num_bytes: int) -> None:
+    """The masks of a job; `first` is the address of its first row."""
+    matcher = _matcher(job)
     matcher.unsafe_compute_mask_ptr(first, num_bytes)
+    if not job.draft_token_ids:
+        return
     taken = 0
     for draft in job.draft_token_ids:
         if matcher.try_consume_tokens([draft]) == 0:

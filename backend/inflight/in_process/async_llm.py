@@ -14,6 +14,7 @@ from typing import Any
 from inflight.config import EngineConfig
 from inflight.in_process.async_pooled_calls import AsyncPooledCalls
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
+from inflight.in_process.lora import LoRARequest
 from inflight.in_process.outputs import RequestOutput, RequestOutputKind
 from inflight.in_process.params import SamplingParams
 from inflight.in_process.prompts import Conversation, Prompt, read_chat, read_prompt
@@ -49,7 +50,12 @@ class AsyncLLM(AsyncPooledCalls):
         return self.engine.config
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far, whenever it has grown; steps made meanwhile come together.
 
@@ -58,6 +64,7 @@ class AsyncLLM(AsyncPooledCalls):
             sampling_params: None means the checkpoint's defaults (`generation_config`).  `output_kind` chooses
                 between all output so far, only new output, and the last output.
             request_id: the outputs carry it; None: a number.
+            lora_request: its adapter; None: the checkpoint alone.
 
         Raises:
             ValueError: the prompt or a parameter cannot be served.
@@ -65,7 +72,7 @@ class AsyncLLM(AsyncPooledCalls):
             RuntimeError: the engine is closed, or this process was forked from the one that made it.
         """
         read = await asyncio.to_thread(read_prompt, prompt, self.engine.tokenizer)
-        async for output in self._run(read, sampling_params, request_id):
+        async for output in self._run(read, sampling_params, request_id, lora_request):
             yield output
 
     async def chat(
@@ -74,6 +81,7 @@ class AsyncLLM(AsyncPooledCalls):
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        lora_request: LoRARequest | None = None,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -97,15 +105,19 @@ class AsyncLLM(AsyncPooledCalls):
         read = await asyncio.to_thread(
             lambda: read_chat(messages, options, engine.chat_template(replaced), engine.tokenizer)
         )
-        async for output in self._run(read, sampling_params, request_id):
+        async for output in self._run(read, sampling_params, request_id, lora_request):
             yield output
 
     async def _run(
-        self, read: tuple[str | None, list[int]], sampling_params: SamplingParams | None, request_id: str | None
+        self,
+        read: tuple[str | None, list[int]],
+        sampling_params: SamplingParams | None,
+        request_id: str | None,
+        adapter: LoRARequest | None,
     ) -> AsyncIterator[RequestOutput]:
         stream = _Stream(asyncio.get_running_loop())
         params = self.engine.defaults if sampling_params is None else sampling_params
-        (request,) = await self._submitted(lambda: self.engine.submit([read], [params], stream.advanced))
+        (request,) = await self._submitted(lambda: self.engine.submit([read], [params], stream.advanced, None, adapter))
         kind, sent = params.output_kind, request.result.without_output()
         try:
             finished = False

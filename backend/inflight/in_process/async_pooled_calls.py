@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.in_process.local_engine import LocalEngine
+from inflight.in_process.lora import LoRARequest
 from inflight.in_process.pooled_calls import ManyParams, OpenVector, PooledJob, PooledJobs
 from inflight.in_process.pooling_outputs import (
     ClassificationRequestOutput,
@@ -32,15 +33,20 @@ class AsyncPooledCalls:
         *,
         pooling_params: ManyParams = None,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt: see `LLM.embed`."""
-        return await self._pooled(lambda jobs: jobs.embed(prompts, pooling_params, instruction))
+        return await self._pooled(lambda jobs: jobs.embed(prompts, pooling_params, instruction), lora_request)
 
     async def classify(
-        self, prompts: Prompt | Sequence[Prompt], *, pooling_params: ManyParams = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: ManyParams = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each class for each prompt: see `LLM.classify`."""
-        return await self._pooled(lambda jobs: jobs.classify(prompts, pooling_params))
+        return await self._pooled(lambda jobs: jobs.classify(prompts, pooling_params), lora_request)
 
     async def score(
         self,
@@ -50,9 +56,10 @@ class AsyncPooledCalls:
         *,
         pooling_params: PoolingParams | None = None,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` matches that of `data_1`: see `LLM.score`."""
-        return await self._pooled(lambda jobs: jobs.score(data_1, data_2, pooling_params, instruction))
+        return await self._pooled(lambda jobs: jobs.score(data_1, data_2, pooling_params, instruction), lora_request)
 
     async def rerank(
         self,
@@ -62,11 +69,14 @@ class AsyncPooledCalls:
         top_n: int | None = None,
         pooling_params: PoolingParams | None = None,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[RerankResult]:
         """The documents that match the query best, best first: see `LLM.rerank`."""
-        return await self._pooled(lambda jobs: jobs.rerank(query, documents, top_n, pooling_params, instruction))
+        return await self._pooled(
+            lambda jobs: jobs.rerank(query, documents, top_n, pooling_params, instruction), lora_request
+        )
 
-    async def _pooled(self, make: Callable[[PooledJobs], PooledJob]) -> list[Any]:
+    async def _pooled(self, make: Callable[[PooledJobs], PooledJob], adapter: LoRARequest | None) -> list[Any]:
         loop, ended = asyncio.get_running_loop(), asyncio.Queue[OpenVector]()
 
         def advanced(request: OpenVector) -> None:
@@ -75,7 +85,7 @@ class AsyncPooledCalls:
                 loop.call_soon_threadsafe(ended.put_nowait, request)
 
         job = await asyncio.to_thread(lambda: make(PooledJobs(self.engine.pooled_prompts)))
-        opened = await self._submitted(lambda: self.engine.submit_pooled(job.plans, advanced))
+        opened = await self._submitted(lambda: self.engine.submit_pooled(job.plans, advanced, adapter))
         left = {request.request_id for request in opened}
         try:
             while left:

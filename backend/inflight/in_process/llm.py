@@ -13,6 +13,7 @@ from inflight.engine.step_trace import StepTrace
 from inflight.frontend.request.pooled_prompts import PooledPlan, PooledPrompts
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.in_process.local_engine import LocalEngine, OpenRequest
+from inflight.in_process.lora import Adapters, LoRARequest
 from inflight.in_process.outputs import RequestOutput
 from inflight.in_process.params import SamplingParams
 from inflight.in_process.pooled_calls import PooledCalls, Progress
@@ -86,6 +87,7 @@ class LLM(PooledCalls):
         sampling_params: Params = None,
         *,
         use_tqdm: Progress = True,
+        lora_request: Adapters = None,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Generate for all prompts in one batch; results come in the order of the prompts.
@@ -94,6 +96,7 @@ class LLM(PooledCalls):
             prompts: one or several, see `Prompt`.
             sampling_params: one for all prompts or one per prompt; None means `get_default_sampling_params()`.
             use_tqdm: see `Progress`.
+            lora_request: the adapter of all prompts, or one per prompt; None: the checkpoint alone.
             priority: one per prompt; the option `scheduling_policy="priority"` serves smaller numbers sooner.
 
         Raises:
@@ -104,7 +107,7 @@ class LLM(PooledCalls):
         prompts = listed(prompts)
         asked = [prompts] if is_prompt(prompts) else list(prompts)
         read = [read_prompt(prompt, self.tokenizer) for prompt in asked]  # before any of them runs
-        return self._wait_for(*self._submit(read, sampling_params, priority), use_tqdm)
+        return self._wait_for(*self._submit(read, sampling_params, priority, lora_request), use_tqdm)
 
     def chat(
         self,
@@ -112,6 +115,7 @@ class LLM(PooledCalls):
         sampling_params: Params = None,
         *,
         use_tqdm: Progress = True,
+        lora_request: Adapters = None,
         tools: Sequence[dict[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -122,7 +126,7 @@ class LLM(PooledCalls):
 
         Args:
             messages: a list of `{"role": ..., "content": ...}`, or a list of such lists.
-            sampling_params, use_tqdm: as `generate`.
+            sampling_params, use_tqdm, lora_request: as `generate`.
             tools: as in OpenAI's API; they reach templates that know tools.
             add_generation_prompt: end the prompt where the assistant's answer begins.
             continue_final_message: go on with the last message instead.
@@ -143,15 +147,22 @@ class LLM(PooledCalls):
         }
         template = self.engine.chat_template(chat_template is not None)
         read = [read_chat(conversation, options, template, self.tokenizer) for conversation in conversations]
-        return self._wait_for(*self._submit(read, sampling_params), use_tqdm)
+        return self._wait_for(*self._submit(read, sampling_params, None, lora_request), use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> Iterator[RequestOutput]:
         """Yield the request's state after each step that advanced it.  Closing the iterator aborts the request.
 
         Raises:
             ValueError, RequestError, RuntimeError: as `generate`.
         """
-        requests, advanced = self._submit([read_prompt(prompt, self.tokenizer)], sampling_params)
+        read = read_prompt(prompt, self.tokenizer)
+        requests, advanced = self._submit([read], sampling_params, None, lora_request)
         try:
             for _ in self._advance(requests, advanced):
                 yield requests[0].result
@@ -174,7 +185,11 @@ class LLM(PooledCalls):
         return f"LLM({self.engine.description()})"
 
     def _submit(
-        self, read: Sequence[tuple[str | None, list[int]]], params: Params, priority: Sequence[int] | None = None
+        self,
+        read: Sequence[tuple[str | None, list[int]]],
+        params: Params,
+        priority: Sequence[int] | None,
+        adapters: Adapters,
     ) -> tuple[list[OpenRequest], deque[OpenRequest]]:
         """The open requests, and the queue that receives each of them whenever it has advanced."""
         if not isinstance(params, Sequence):
@@ -184,10 +199,12 @@ class LLM(PooledCalls):
         if priority is not None and len(priority) != len(read):
             raise ValueError(f"{len(read)} prompts, but {len(priority)} priorities: give one per prompt")
         advanced: deque[OpenRequest] = deque()
-        return self.engine.submit(read, params, advanced.append, priority), advanced
+        return self.engine.submit(read, params, advanced.append, priority, adapters), advanced
 
-    def _submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[Any]:
-        return self.engine.submit_pooled(plans, advanced)
+    def _submit_pooled(
+        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None], adapter: LoRARequest | None
+    ) -> list[Any]:
+        return self.engine.submit_pooled(plans, advanced, adapter)
 
     def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:
         bar = _bar(use_tqdm, len(requests))

@@ -8,6 +8,7 @@ import itertools
 import os
 import sys
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,13 +16,16 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.assembly import make_core
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
+from inflight.engine.tiers.tiers import Tiers
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
 from inflight.frontend.output.response_tensors import SequenceOutput, sequence_outputs
@@ -32,6 +36,7 @@ from inflight.frontend.request.parser import NO_TEXT
 from inflight.frontend.request.pooled_prompts import PooledPlan, PooledPrompts
 from inflight.frontend.request.pooled_request import void_params
 from inflight.frontend.text.tokenizer import Tokenizer
+from inflight.in_process.lora import AdapterReader, Adapters, LoRARequest
 from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_logprobs
 from inflight.in_process.params import SamplingParams, engine_params
 from inflight.in_process.pooled_calls import OpenVector
@@ -110,6 +115,7 @@ class LocalEngine:
         chat: the checkpoint's chat template.
         defaults: parameters of a request without any.
         pooled_prompts: checks and tokenises requests for vectors.
+        adapters: finds what `LoRARequest`s name.
 
     Raises:
         ConfigError, LoadError: the options or the checkpoint cannot be used.
@@ -135,8 +141,11 @@ class LocalEngine:
         self.core, self.trace = self._new_core()
         self.chat: ChatTemplate | None = None
         self._info = self._runner.info
+        # Also at the end of a program that does not close it: the KV of its last requests is still being written.
+        self._close_tiers = weakref.finalize(self, _close, self._info.tiers)
         # A short program would end before its weights are kept, each time; it waits no longer than it has loaded.
         atexit.register(wait_until_kept, self._info.load_seconds)
+        self.adapters = AdapterReader(self.config)
         self._limits = Limits(self.config, self._info.vocab_size)
         self._ids = itertools.count()
         self._pid = os.getpid()
@@ -160,6 +169,7 @@ class LocalEngine:
         params: Sequence[SamplingParams],
         advanced: Callable[[OpenRequest], None],
         priorities: Sequence[int] | None = None,
+        adapters: Adapters = None,
     ) -> list[OpenRequest]:
         """Queue requests: all, or none.
 
@@ -168,6 +178,7 @@ class LocalEngine:
             params: one for each.
             advanced: see `OpenRequest`.
             priorities: one for each, see `AddRequest`; None: all are 0.
+            adapters: one for all, or one for each.
 
         Raises:
             ValueError: a request cannot be served.
@@ -176,25 +187,29 @@ class LocalEngine:
         if not self._info.pooler.generates:
             raise ValueError(NO_TEXT)
         asked = []
-        for (text, token_ids), given, priority in zip(prompts, params, priorities or itertools.repeat(0)):
+        refs = self.adapters.refs(adapters, len(prompts))
+        for (text, token_ids), given, priority, ref in zip(prompts, params, priorities or itertools.repeat(0), refs):
             if not isinstance(given, SamplingParams):
                 raise ValueError(f"sampling_params of type {type(given).__name__}: give inflight.SamplingParams")
             sampling = engine_params(given, self.tokenizer, self._info.max_model_len - len(token_ids))
             self._limits.check_params(sampling)
-            asked.append((text, token_ids, sampling, priority))
+            asked.append((text, token_ids, sampling, priority, ref))
         added = self._in_turn(lambda: self._add_all(asked, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
 
-    def submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[OpenVector]:
+    def submit_pooled(
+        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None], adapter: LoRARequest | None = None
+    ) -> list[OpenVector]:
         """Queue the prompts of all plans, or none.
 
         Raises:
             ValueError: one cannot be served.
             RuntimeError: see `_in_turn`.
         """
-        added = self._in_turn(lambda: self._add_pooled(plans, advanced))
+        (ref,) = self.adapters.refs(adapter, 1)
+        added = self._in_turn(lambda: self._add_pooled(plans, ref, advanced))
         if isinstance(added, RequestFailed):
             raise ValueError(added.message)
         return added
@@ -246,6 +261,8 @@ class LocalEngine:
             self._fail_all(f"{self.config.model} was closed")
             if self.chat is not None:
                 self.chat.close()
+            self._close_tiers()
+            self._info.tiers = None  # it has the pool
             del self.core, self.trace, self._runner
         gc.collect()  # the model's modules refer to each other
 
@@ -320,16 +337,15 @@ class LocalEngine:
 
     def _add_all(
         self,
-        asked: Sequence[tuple[str | None, list[int], EngineParams, int]],
+        asked: Sequence[tuple[str | None, list[int], EngineParams, int, AdapterRef | None]],
         advanced: Callable[[OpenRequest], None],
     ) -> list[OpenRequest] | RequestFailed:
         requests: list[OpenRequest] = []
-        for text, token_ids, sampling, priority in asked:
+        for text, token_ids, sampling, priority, ref in asked:
             request_id = next(self._ids)
             wants_logprobs = sampling.logprobs is not None
-            request = ParsedRequest(
-                AddRequest(request_id, token_ids, sampling, priority), shows_logprobs=wants_logprobs
-            )
+            message = AddRequest(request_id, token_ids, sampling, priority, attached=Attached(adapter=ref))
+            request = ParsedRequest(message, shows_logprobs=wants_logprobs)
             refused = self.core.add_request(request.engine_request)
             if refused is not None:
                 self._end(requests)
@@ -343,10 +359,10 @@ class LocalEngine:
         return requests
 
     def _add_pooled(
-        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]
+        self, plans: Sequence[PooledPlan], adapter: AdapterRef | None, advanced: Callable[[Any], None]
     ) -> list[OpenVector] | RequestFailed:
         opened: list[OpenVector] = []
-        asked = [(prompt, plan.attached(i)) for plan in plans for i, prompt in enumerate(plan.prompts)]
+        asked = [(prompt, plan.attached(i, adapter)) for plan in plans for i, prompt in enumerate(plan.prompts)]
         for prompt, attached in asked:
             message = AddRequest(next(self._ids), prompt, void_params(), attached=attached)
             refused = self.core.add_request(message)
@@ -395,3 +411,8 @@ class LocalEngine:
             request.failure = RequestFailed(request_id, "INTERNAL", message)
             request.advanced(request)
         self._open.clear()
+
+
+def _close(tiers: Tiers | None) -> None:
+    if tiers is not None:
+        tiers.close()

@@ -12,6 +12,7 @@ import numpy as np
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.frontend.errors import RequestError
 from inflight.frontend.request.pooled_prompts import Asked, PooledPlan, PooledPrompts
+from inflight.in_process.lora import LoRARequest
 from inflight.in_process.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
@@ -205,6 +206,7 @@ class PooledCalls:
         pooling_params: ManyParams = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """The embedding of each prompt.
 
@@ -213,13 +215,14 @@ class PooledCalls:
             pooling_params: one for all prompts, or one per prompt.
             use_tqdm: see `Progress`.
             instruction: put before each text: the name of one of the checkpoint's prompts, or a text.
+            lora_request: the adapter of all prompts; None: the checkpoint alone.
 
         Raises:
             ValueError: the checkpoint has no embeddings, or a prompt or parameter cannot be served; nothing has run.
             RequestError: a prompt failed in the engine.
             RuntimeError: as `LLM.generate`.
         """
-        return self._run(self._jobs.embed(prompts, pooling_params, instruction), use_tqdm)
+        return self._run(self._jobs.embed(prompts, pooling_params, instruction), use_tqdm, lora_request)
 
     def classify(
         self,
@@ -227,13 +230,14 @@ class PooledCalls:
         *,
         pooling_params: ManyParams = None,
         use_tqdm: Progress = True,
+        lora_request: LoRARequest | None = None,
     ) -> list[ClassificationRequestOutput]:
         """The probability of each class for each prompt.
 
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        return self._run(self._jobs.classify(prompts, pooling_params), use_tqdm)
+        return self._run(self._jobs.classify(prompts, pooling_params), use_tqdm, lora_request)
 
     def score(
         self,
@@ -244,6 +248,7 @@ class PooledCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[ScoringRequestOutput]:
         """How well each text of `data_2` matches that of `data_1` in its place, or the only one.
 
@@ -253,7 +258,7 @@ class PooledCalls:
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        return self._run(self._jobs.score(data_1, data_2, pooling_params, instruction), use_tqdm)
+        return self._run(self._jobs.score(data_1, data_2, pooling_params, instruction), use_tqdm, lora_request)
 
     def rerank(
         self,
@@ -264,6 +269,7 @@ class PooledCalls:
         pooling_params: PoolingParams | None = None,
         use_tqdm: Progress = True,
         instruction: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> list[RerankResult]:
         """The documents that match the query best, best first.
 
@@ -273,17 +279,22 @@ class PooledCalls:
         Raises:
             ValueError, RequestError, RuntimeError: as `embed`.
         """
-        return self._run(self._jobs.rerank(query, documents, top_n, pooling_params, instruction), use_tqdm)
+        return self._run(
+            self._jobs.rerank(query, documents, top_n, pooling_params, instruction), use_tqdm, lora_request
+        )
 
     @property
     def _jobs(self) -> PooledJobs:
         return PooledJobs(self.pooled_prompts)
 
-    def _run(self, job: PooledJob, use_tqdm: Progress) -> list[Any]:
+    def _run(self, job: PooledJob, use_tqdm: Progress, adapter: LoRARequest | None) -> list[Any]:
         advanced: deque[Any] = deque()
-        return job.results(self._wait_for(self._submit_pooled(job.plans, advanced.append), advanced, use_tqdm))
+        submitted = self._submit_pooled(job.plans, advanced.append, adapter)
+        return job.results(self._wait_for(submitted, advanced, use_tqdm))
 
-    def _submit_pooled(self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None]) -> list[Any]:
+    def _submit_pooled(
+        self, plans: Sequence[PooledPlan], advanced: Callable[[Any], None], adapter: LoRARequest | None
+    ) -> list[Any]:
         raise NotImplementedError
 
     def _wait_for(self, requests: list[Any], advanced: deque[Any], use_tqdm: Progress) -> list[Any]:

@@ -16,9 +16,11 @@ from inflight.config import EngineConfig
 from inflight.device.host_cache import HostCache, host_cache_of
 from inflight.device.memory import DeviceMeter
 from inflight.device.step_hook import StepHook
+from inflight.engine.adapter import Adapters
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.request_choice import RequestChoice
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 from inflight.loading.check.cases import Case
 from inflight.loading.forward.forward_pass import ForwardPass
@@ -51,8 +53,10 @@ class CheckpointInfo:
         choices: made for each request on arrival, such as the frequencies of its rotary embedding.
         grammars: of the checkpoint's vocabulary.
         whole_prompts: a prompt is computed in one step, and no other request can use what was computed of it.
+        adapters: that requests can choose; known to a runner; None: `enable_lora` is off.
         graph_bytes: bytes that captured CUDA graphs take.
         pooler: vectors that the checkpoint can yield; known to a runner.
+        tiers: that keep KV beyond the pool; made for a runner.
     """
 
     max_model_len: int
@@ -69,8 +73,10 @@ class CheckpointInfo:
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
     whole_prompts: bool = False
+    adapters: Adapters | None = None
     graph_bytes: int = 0
     pooler: PoolerFacts = field(default_factory=PoolerFacts)
+    tiers: Tiers | None = None
 
 
 @dataclass

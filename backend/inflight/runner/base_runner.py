@@ -16,6 +16,8 @@ from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.pooler import load_pooler
 from inflight.loading.startup import load_or_reuse
 from inflight.runner import cpu_threads
+from inflight.runner.adapters import attach_adapters
+from inflight.runner.kv_tiers import make_tiers
 from inflight.runner.pooling import RowPooling
 from inflight.runner.prompt_logprobs import PromptLogprobs
 from inflight.runner.row_faults import RowFaults
@@ -54,7 +56,7 @@ class BaseRunner:
         self.model = loaded.model
         self.backend = loaded.backend
         self.device = device = loaded.device
-        self.hooks = loaded.hooks
+        self.hooks = [*loaded.hooks, *attach_adapters(config, loaded)]
         self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, info.max_model_len, config.block_size, device)
         ops = select_sampling(device)
@@ -67,6 +69,7 @@ class BaseRunner:
         self.prompt_logprobs = PromptLogprobs(self.state)
         pooler = load_pooler(config, self.forward.yields_hidden, device, self.forward.head)
         info.pooler = pooler.facts
+        info.tiers = make_tiers(config, loaded)
         self.pooling = RowPooling(pooler, config.max_num_seqs, device)
 
     def fill_rows(self, out: SchedulerOutput) -> None:

@@ -49,10 +49,12 @@ def _own_config(config: EngineConfig, speculative: SpeculativeConfig) -> EngineC
         kv_cache_memory=speculative.kv_cache_memory,
         num_gpu_blocks_override=None,
         swap_space=0,
+        kv_tiers=[],
         preemption_mode="recompute",
         async_scheduling=False,
         itl_target_ms=None,
         speculative_config=None,
+        enable_lora=False,  # adapters are the target's; it drafts as the checkpoint does
     )
     target, draft = (read_config(each).get_text_config(decoder=True) for each in (config, own))
     if target.vocab_size != draft.vocab_size:

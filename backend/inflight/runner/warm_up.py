@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.device.deferred_torch import import_torch
 from inflight.loading.saved.prefetch import prefetch
 
 __all__ = ["warm_up"]
@@ -34,6 +35,7 @@ def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obj
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     prefetch(config)  # a thread inherits the class of the one that starts it
+    import_torch()
     from inflight.loading.startup import heat, is_kept
 
     with contextlib.suppress(Exception):

@@ -23,12 +23,13 @@ def mask_where_needed(
         int64[R], the masked logits of all rows that return log probabilities, and the mask's failures.
     """
     columns = None if metadata.columns is None else metadata.columns.numpy()
-    needed = metadata.masks[0].still_needed(token_ids.numpy(), _certain(metadata, columns))
+    chosen = token_ids.numpy()
+    needed = metadata.masks[0].still_needed(chosen, _certain(metadata, columns))
     if needed is None:
         return token_ids, logits, {}
     rows, bitmask = needed.rows, needed.bitmask()
-    index = torch.from_numpy(rows)
-    token_ids[index] = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)[index]
+    again = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)
+    chosen[rows] = again.numpy()[rows]
     if metadata.logprobs:
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         metadata.ops.mask(logits, rows, bitmask)
@@ -40,10 +41,9 @@ def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarr
 
     The greedy rows, and rows that race in the whole vocabulary: the winner without the mask still wins.
     """
-    certain = np.ones(metadata.num_rows, dtype=bool)
-    if columns is not None:
-        certain[columns[0]] = columns[6] <= Kind.RANDOM
-    certain[list(metadata.logprobs)] = False
+    certain = np.ones(metadata.num_rows, dtype=bool) if columns is None else columns[6] <= Kind.RANDOM
+    if metadata.logprobs:
+        certain[list(metadata.logprobs)] = False
     return certain
 
 
@@ -52,8 +52,6 @@ def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:
     if columns is None:
         taken = np.zeros((COLUMN_LINES, len(rows)), dtype=np.int64)
         taken[0], taken[6] = rows, int(Kind.GREEDY)
-    else:
-        places = np.empty(columns.shape[1], dtype=np.int64)
-        places[columns[0]] = np.arange(columns.shape[1])
-        taken = columns[:, places[rows]]
+    else:  # in the order of the rows
+        taken = columns if len(rows) == columns.shape[1] else columns[:, rows]
     return torch.from_numpy(taken)

@@ -118,10 +118,10 @@ class SamplingMetadata:
         vocab_size: V, which flat indices of `edits` count with; None if every row is plain greedy.
         greedy_rows: int64[g], rows that take the argmax; None if all rows do, or where `ops.choose`
             draws all of them.
-        columns: int64[COLUMN_LINES, R] on the device, one column per row, in any order.  Lines: row of
-            the logits; the row's two int32 keys (`noise.row_keys`), the first in the low half; top_k;
-            then inverse temperature, top_p and min_p as the bits of float64; `Kind`.  May be None
-            if all rows are greedy.
+        columns: int64[COLUMN_LINES, R] on the device, one column per row: in the order of the rows where `ops.choose`
+            draws all of them, else in any.  Lines: row of the logits; the row's two int32 keys (`noise.row_keys`), the
+            first in the low half; top_k; then inverse temperature, top_p and min_p as the bits of float64; `Kind`.
+            May be None if all rows are greedy.
         random_groups: the random rows once more, grouped by how they are drawn; empty where
             `ops.choose` draws all of them.
         masks: changes to the logits that come first.  Log probabilities are those of what they leave.

@@ -256,7 +256,7 @@ class SamplingTable:
                     f"token_ids is None, but {type(rule).__name__} reads the tokens of its rows: "
                     "pass the array that holds the tokens of all slots"
                 )
-            edit = rule.prepare(batch.take(rows))
+            edit = rule.prepare(batch if len(rows) == len(flags) else batch.take(rows))
             if edit is not None:
                 edits: list[Any] = metadata.masks if rule.is_mask else metadata.edits
                 edits.append(edit)
@@ -264,7 +264,10 @@ class SamplingTable:
 
 def _first_positions(slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """int64[R]: position of the first of the consecutive rows that have the same slot."""
-    starts = np.flatnonzero(np.diff(slots, prepend=-1))
+    starts = np.flatnonzero(slots[1:] != slots[:-1]) + 1
+    if len(starts) >= len(slots) - 1:  # one row each
+        return positions
+    starts = np.append(0, starts)
     return np.repeat(positions[starts], np.diff(starts, append=len(slots)))
 
 

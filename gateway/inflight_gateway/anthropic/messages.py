@@ -39,7 +39,7 @@ async def messages(http: Request) -> Response:
     request = {**plan.arguments, "request_id": request_id}
     if body.stop_sequences and _STOP_REASONS in model.inputs:
         request[_STOP_REASONS] = True
-    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.name}
+    head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
     answer = _Answer(head, plan)
     response: Response
     if body.stream:

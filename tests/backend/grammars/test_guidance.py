@@ -233,6 +233,39 @@ def test_a_token_is_allowed_exactly_where_a_mask_allows_it(grammars: GuidanceGra
                 assert found_good == good or masks[wrong] == {EOS}, "what follows another token does not count"
 
 
+@given(st.data())
+def test_questions_do_not_move_a_sequence(grammars: GuidanceGrammars, data: Any) -> None:
+    """A token that `allows` finds allowed is kept consumed; whatever comes then, it was only a question."""
+    spec = data.draw(st.sampled_from([SCHEMA, DIGITS, GrammarSpec("json_schema", '{"type": "array"}')]))
+    sequence, taken = grammars.new(spec), list[int]()
+    for _ in range(data.draw(st.integers(1, 12))):
+        fresh = grammars.new(spec)
+        fresh.advance(taken)
+        (possible,) = allowed(grammars, MaskJob(fresh, 0, []))
+        tokens = data.draw(st.lists(st.sampled_from([*sorted(possible)[:20], 5, EOS]), min_size=2, max_size=2))
+        match data.draw(st.sampled_from(["allows", "allows", "drafts", "mask", "forced", "num_allowed", "advance"])):
+            case "allows":
+                assert sequence.allows([], tokens) == (tokens[0] in possible) or possible == {EOS}
+            case "drafts":
+                assert sequence.allows(tokens[:1], tokens) == fresh.allows(tokens[:1], tokens)
+            case "mask":
+                jobs = [[MaskJob(walk, 0, tokens[:1])] for walk in (sequence, fresh)]
+                assert allowed(grammars, *jobs[0], rows=2) == allowed(grammars, *jobs[1], rows=2)
+            case "forced":
+                assert sequence.forced(8) == fresh.forced(8)
+            case "num_allowed":
+                assert sequence.num_allowed(tokens) == fresh.num_allowed(tokens)
+            case "advance":
+                sequence.advance(tokens[:1])
+                taken += tokens[:1]
+                assert sequence.num_tokens == len(taken)
+                if tokens[0] not in possible:
+                    assert sequence.error.startswith("the grammar cannot go on")
+                    return
+                if tokens[0] == EOS:
+                    return
+
+
 def test_a_token_that_the_grammar_does_not_allow_ends_the_sequence_with_a_reason(
     grammars: GuidanceGrammars, tokenizer: Tokenizer
 ) -> None:

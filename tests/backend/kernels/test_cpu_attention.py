@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -18,21 +17,12 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.kernels.cpu import library
 from inflight.kernels.cpu.cpu_attention import CpuAttention
 
-pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+pytestmark = [
+    pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
 
-ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 SIZES = [8, 16, 32, 40, 64, 72, 80, 96, 128, 256]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not library.use_instruction_set(request.param):
-        pytest.skip(f"this machine lacks {request.param}")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield request.param
-    torch.set_num_threads(threads)
-    library.use_instruction_set("")
 
 
 @st.composite

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -12,34 +10,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
-from inflight.kernels.cpu.library import unavailable, use_instruction_set
+from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, INT8, Codes4, Int8Format, Values, WeightFormat
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+pytestmark = [
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
 
-ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # in_features, out_features: whole panels, part of a panel, and odd sizes.
 SIZES = [(64, 96), (32, 16), (38, 7), (130, 75), (16, 32)]
 ROWS = [1, 2, 3, 5, 12, 13, 31, 100]
 FORMATS = {"int8": INT8, "fine int8": FINE_INT8, "int4": INT4}
 in_every_format = pytest.mark.parametrize("stored_as", FORMATS.values(), ids=FORMATS)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not use_instruction_set(request.param):
-        pytest.skip(f"this machine lacks {request.param}")
-    yield request.param
-    use_instruction_set("")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,12 +13,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from inflight.kernels.cpu.cpu_linear import PackedWeight, linear
-from inflight.kernels.cpu.library import unavailable, use_instruction_set
+from inflight.kernels.cpu.library import unavailable
 from inflight.kernels.cpu.stored_codes import StoredCodes, dequantized, joined, outputs_of
 
-pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+pytestmark = [
+    pytest.mark.skipif(unavailable() is not None, reason=str(unavailable())),
+    pytest.mark.usefixtures("one_thread"),
+]
 
-ISAS = ["avx512bf16", "avx512", "avx2", "portable"]
 # bits, zero, dtypes of scales and minimums, whether they have units; each is a format of some checkpoint.
 KINDS: dict[str, tuple[int, int, torch.dtype, torch.dtype | None]] = {
     "gptq": (4, 8, torch.float16, torch.int8),
@@ -32,22 +33,6 @@ KINDS: dict[str, tuple[int, int, torch.dtype, torch.dtype | None]] = {
     "Q6_K": (6, 32, torch.int8, None),
 }
 in_every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if not use_instruction_set(request.param):
-        pytest.skip(f"this machine lacks {request.param}")
-    yield request.param
-    use_instruction_set("")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(kind: str, outputs: int, inputs: int, group: int, seed: int = 0, has_order: bool = False) -> StoredCodes:

@@ -39,7 +39,8 @@ IRRELEVANT = set(
     chat_template chat_template_timeout trust_request_chat_template enforce_eager max_cudagraph_capture_size
     disable_log_stats python_executable step_trace otlp_traces_endpoint check_on_load native_forward max_replays
     engine_timeout spare_engine engine_start_timeout shared_step_rows short_prompt_share shed_on_predicted_wait
-    drain_timeout pooler_config hf_overrides max_pooled_inputs
+    drain_timeout pooler_config hf_overrides max_pooled_inputs kv_tiers kv_store_secret_file
+    enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype
     """.split()  # noqa: SIM905
 )
 
@@ -88,6 +89,16 @@ def test_another_option_is_another_key(options: dict[str, Any], llama: Path, fol
     assert key(llama, folder, **options) != key(llama, folder)
 
 
+def test_the_key_of_a_gguf_file_is_its_content(folder: CacheFolder, tmp_path: Path) -> None:
+    """The loader says whether it can be served."""
+    file, copy = tmp_path / "model.gguf", tmp_path / "another name"
+    file.write_bytes(b"GGUF and more")
+    copy.write_bytes(b"GGUF and more")
+    assert key(file, folder) == key(copy, folder)
+    copy.write_bytes(b"GGUF and less")
+    assert key(file, folder) != key(copy, folder)
+
+
 def test_a_copy_and_other_limits_are_the_same_key(llama: Path, folder: CacheFolder, tmp_path: Path) -> None:
     copy = shutil.copytree(llama, tmp_path / "copy")
     (copy / "README.md").write_text("no weights")
@@ -130,22 +141,22 @@ def test_a_digest_is_remembered_until_the_file_changes(
     folder, path = CacheFolder(tmp_path / "weights", 2**30), tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
     monkeypatch.setattr(identity, "_SETTLED_NS", 0)
-    first = identity._digest_of(path, folder)
+    first = identity.digest_of(path, folder)
     (note,) = folder.path.glob("*.digest")
     remembered = msgspec.msgpack.decode(note.read_bytes(), type=identity._Remembered)
     folder.write_note(note.name, msgspec.msgpack.encode(msgspec.structs.replace(remembered, digest=b"remembered")))
-    assert identity._digest_of(path, folder) == b"remembered"
+    assert identity.digest_of(path, folder) == b"remembered"
     times = path.stat()
     path.write_bytes(b"WEIGHTS")
     os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))  # as a tool does that keeps times
-    assert identity._digest_of(path, folder) not in (first, b"remembered")
+    assert identity.digest_of(path, folder) not in (first, b"remembered")
 
 
 def test_a_young_file_is_read_each_time(llama: Path, tmp_path: Path) -> None:
     """It could change once more without a change of its times."""
     folder, path = CacheFolder(tmp_path / "weights", 2**30), tmp_path / "model.safetensors"
     path.write_bytes(b"weights")
-    identity._digest_of(path, folder)
+    identity.digest_of(path, folder)
     assert not folder.path.exists()
 
 
@@ -172,8 +183,7 @@ def test_the_program_is_its_sources_kernels_versions_and_instruction_set(
     "file, content, why",
     [
         ("adapter_config.json", "{}", "an adapter"),
-        ("config.json", '{"quantization_config": {}}', "quantized"),
-        ("config.json", "[]", "quantized"),
+        ("config.json", "[]", "no object"),
         ("config.json", "{", "cannot be read"),
         ("config.json", '{"transformers_weights": "other.safetensors"}', "configuration_files or transformers_weights"),
         (

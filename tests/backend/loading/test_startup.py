@@ -11,16 +11,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf_files
+import integer_checkpoints
 import numpy as np
 import pytest
 import torch
 from checkpoints import VOCAB, make_checkpoint
 
 from inflight.config import EngineConfig
+from inflight.device import deferred_torch
 from inflight.kernels.cpu import library
+from inflight.kernels.cpu.cpu_linear import PackedWeight
+from inflight.kernels.cpu.stored_codes import StoredCodes
 from inflight.loading import startup
 from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.forward.native_adapters import NativeAdapters
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.saved import mapped_file, weights_file
@@ -101,6 +107,64 @@ def test_logits_of_the_second_start_are_those_of_the_first(
     assert second.layers.bytes_per_block == first.layers.bytes_per_block
 
 
+_OF_BLOCKS = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 16, "tie_word_embeddings": True}
+
+
+_CHAIN = "gptq act-order"  # query, key and value have orders of their own
+
+
+def in_codes(stored: str, folder: Path) -> str:
+    """A small model in one of the formats of `integer_checkpoints`, or a GGUF file of one type of blocks."""
+    if stored in integer_checkpoints.WRITERS:
+        path = make_checkpoint("qwen2", folder)  # with biases
+        integer_checkpoints.write(path, stored, except_for=("layers.0.mlp.down",))
+        return path
+    file = folder / "model.gguf"
+    gguf_files.as_gguf(make_checkpoint("llama", folder / "plain", **_OF_BLOCKS), file, stored)
+    return str(file)
+
+
+def parts_of(weight: PackedWeight | None) -> list[PackedWeight]:
+    return [] if weight is None else [weight, *parts_of(weight.further)]
+
+
+@pytest.mark.parametrize(
+    "stored, options",
+    [
+        ("gptq", {}),
+        (_CHAIN, {"dtype": "bfloat16"}),
+        ("awq", {"quantization": "int8"}),  # of the layer that is left
+        ("int-quantized tensor", {}),
+        ("Q4_0", {}),
+        ("Q4_K", {"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+        ("Q6_K", {}),
+    ],
+)
+def test_codes_of_a_checkpoint_are_kept_as_they_are(
+    stored: str, options: dict[str, str], tmp_path: Path, cache: Path, caplog: Log
+) -> None:
+    path = in_codes(stored, tmp_path)
+    first, second = (start(path, **{"dtype": "float32", **options}) for _ in range(2))
+    assert all(map(np.array_equal, logits(first), logits(second)))
+    found, kept = (parts_of(loaded.model.tables.layers[1].qkv) for loaded in (first, second))
+    assert len(found) == len(kept) == (3 if stored == _CHAIN else 1)
+    for weight, other in zip(found, kept):
+        assert weight.struct.dtype == other.struct.dtype == StoredCodes.dtype
+        assert torch.equal(weight.panels, other.panels)
+    caplog.clear()
+    start(path, **{"dtype": "float32", **options})
+    assert is_reused(caplog)
+
+
+def test_kept_weights_know_where_adapters_belong(llama: str, cache: Path, caplog: Log) -> None:
+    first = NativeAdapters(start(llama, dtype="float32").model)
+    assert not is_reused(caplog)
+    second = NativeAdapters(start(llama, dtype="float32").model)
+    assert is_reused(caplog)
+    assert first.layers == second.layers and len(first.layers) == 14
+    assert second.layers["model.layers.1.mlp.down_proj"] == (48, 32)
+
+
 def test_the_second_start_imports_no_transformers(llama: str, cache: Path) -> None:
     start(llama)
     program = f"""
@@ -112,6 +176,47 @@ print([name for name in ("transformers", "torch._dynamo", "torch.distributed.ten
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_parts_of_torch_are_left_out_until_they_are_used(llama: str, cache: Path) -> None:
+    start(llama)
+    program = f"""
+import sys
+from inflight.config import EngineConfig
+from inflight.device.deferred_torch import import_torch
+import_torch()
+import torch
+from inflight.engine.assembly import make_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.pipeline import make_runner
+config = EngineConfig.from_dict({{"model": {llama!r}, "device": "cpu", "kv_cache_memory": "1MiB"}})
+core = make_core(config, make_runner(config), listeners=[])
+core.add_request(AddRequest(0, [1, 2, 3], SamplingParams(temperature=1.0, seed=1, max_tokens=3, logprobs=2)))
+while core.has_work:
+    core.step()
+parts = ("torch._meta_registrations", "torch.export")
+print([hasattr(sys.modules[name], "__file__") for name in parts], "torch._decomp" in sys.modules)
+import transformers
+print([hasattr(sys.modules[name], "__file__") for name in parts], callable(torch.export.export))
+print(torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape, len(sys.meta_path))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    left_out, whole, used = done.stdout.splitlines()
+    tried = torch.__version__.partition("+")[0] in deferred_torch._TRIED
+    assert left_out == ("[False, False] False" if tried else "[True, True] True"), done.stderr
+    assert whole == "[True, True] True"
+    assert used.startswith("torch.Size([3, 3])")
+
+
+def test_torch_of_another_version_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(deferred_torch, "version", lambda _: "2.99.0+cpu")
+    monkeypatch.setattr(deferred_torch.importlib, "import_module", imported.append)
+    monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    before = [*sys.meta_path]
+    deferred_torch.import_torch()
+    assert imported == ["torch"] and sys.meta_path == before
 
 
 def flipped(at: Callable[[Header], int]) -> Callable[[Path, pytest.MonkeyPatch], None]:
@@ -230,7 +335,7 @@ def test_another_program_or_processor_loads_in_full(
         ({"check_on_load": False}, "check_on_load"),
         ({"native_forward": False}, "native_forward"),
         ({"trust_remote_code": True}, "own code"),
-        ({"load_format": "dummy"}, "plain numbers"),
+        ({"load_format": "dummy"}, "not read from files"),
         ({"attention_backend": "reference"}, "through transformers"),
     ],
     ids=["unchecked", "modules", "own code", "dummy", "reference"],

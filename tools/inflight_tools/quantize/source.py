@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
+from inflight.gguf.hub_names import hub_name
 from inflight.hub import CheckpointFileError, snapshot
 from inflight.loading.check.cases import has_experts
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, max_model_len, read_config
@@ -33,6 +34,7 @@ HEAD = "lm_head"
 _EMBEDDING = "model.embed_tokens.weight"
 _CPU = torch.device("cpu")
 _VOCABULARY = 64  # of the model that is only recognised
+_ROWS = 4096  # looked at at once
 _UNQUANTIZED = "give the folder of the model's unquantized checkpoint"
 
 
@@ -137,12 +139,13 @@ def open_source(model: str) -> Source:
             f'mistral, qwen2, qwen3, phi3, granite and smollm3: {error}; serve it with "quantization" in model.json'
         ) from error
     _expect_all(source, small)
+    _expect_numbers(source)
     return source
 
 
 def _folder(model: str) -> Path:
     path = Path(model).expanduser()
-    if path.is_file():
+    if path.is_file() or hub_name(model) is not None:
         raise Refused(f"{model} is a file, and a GGUF file has been quantized already: {_UNQUANTIZED}")
     try:
         folder = snapshot(str(path) if path.is_dir() else model)
@@ -227,6 +230,19 @@ def _expect_all(source: Source, small: Any) -> None:
             raise Refused(f"{source.folder}: {name} {what}, and config.json implies {list(parameter.shape)}")
         if header.dtype not in ("BF16", "F16", "F32"):
             raise Refused(f"{source.folder}: {name} has dtype {header.dtype}, not BF16, F16 or F32: {_UNQUANTIZED}")
+
+
+def _expect_numbers(source: Source) -> None:
+    """Of weights outside the layers, which are copied; those of a layer are looked at when it is quantized.
+
+    Raises:
+        Refused: some are infinite or not numbers.
+    """
+    in_layers = {f"model.layers.{name}" for name, _ in source.layers.named_parameters()}
+    copied = [name for name, _ in source.model.named_parameters() if name not in in_layers and name in source.headers]
+    for name in copied:
+        if not all(bool(rows.isfinite().all()) for rows in source.read(name).split(_ROWS)):
+            raise Refused(f"{source.folder}: {name} has values that are infinite or not numbers; download it again")
 
 
 def _structure(layer: nn.Module) -> tuple[tuple[str, type], ...]:

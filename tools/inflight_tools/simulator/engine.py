@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.assembly import make_parts
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest, StepMessage
@@ -17,6 +18,7 @@ from inflight.engine.policies.cost_model import StepLoad, step_load
 from inflight.engine.request_choice import RequestChoice
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.workload.scenarios import Job
@@ -47,6 +49,8 @@ class SimulatedInfo:
     choices: list[RequestChoice] = field(default_factory=list)
     grammars: Grammars | None = None
     whole_prompts: bool = False
+    tiers: Tiers | None = None
+    adapters: Adapters | None = None
 
 
 class _Ticket(NamedTuple):

@@ -51,7 +51,8 @@ class GrammarDrafter(EngineListener):
         progress: _Progress = request.draft_state
         grammar = progress.grammar
         start = request.num_prompt_tokens + grammar.num_tokens
-        grammar.advance(request.token_ids[start : request.num_tokens].tolist())
+        if start < request.num_tokens:
+            grammar.advance(request.token_ids[start : request.num_tokens].tolist())
         forced = grammar.forced(limit)
         progress.is_forced = bool(forced)
         if forced:

@@ -18,11 +18,12 @@ from inflight.speculative import SpeculativeConfig
 
 __all__ = ["LookupGuesser"]
 
-_CANDIDATES = 8  # places that vote on the next token
+_CANDIDATES = 8  # places whose matches are compared, and which vote on the next token with method "suffix"
 _SEPARATOR = -1  # between past outputs: no token
 _HALF = 2**15  # tokens in each of the two halves of a tenant's past outputs; 5 MB
 _MAX_PAST_TOKENS = 2**18  # of all tenants; 40 MB
 _WIDTH = 2  # tokens that must match, with method "suffix"
+_LONG = 16  # from so many matching tokens on, the chance that a copy is right is the same
 
 
 @dataclass(slots=True)
@@ -62,8 +63,7 @@ class LookupGuesser:
         self._max_match = config.suffix_decoding_max_tree_depth if suffix else config.prompt_lookup_max
         self._factor = config.suffix_decoding_max_spec_factor if suffix else float("inf")
         self._min_share = config.suffix_decoding_min_token_prob if suffix else 0.0
-        self._candidates = _CANDIDATES if suffix else 1
-        self._goes_on = suffix
+        self._votes = self._goes_on = suffix
         self._max_past = config.suffix_decoding_max_cached_requests if suffix else 0
         self._own: dict[Request, Occurrences] = {}
         # The source of the last guess: the text, the place in it, and `num_tokens` at that time.
@@ -87,15 +87,17 @@ class LookupGuesser:
             own = self._own[request] = Occurrences(tokens, self._width)
         own.learn(end - 1)
         key = own.key(tokens[end - self._width :])
-        found = self._matching(tokens, own.behind(key, self._candidates), tokens)
+        found = self._matching(tokens, own.behind(key, _CANDIDATES), tokens)
         past = self._past.get((request.tenant, request.cache_salts))
         if past is not None:
             for text, places in zip(past.tokens, past.places):
-                found += self._matching(text, places.behind(key, self._candidates), tokens)
+                found += self._matching(text, places.behind(key, _CANDIDATES), tokens)
         if not found:
             return self._go_on(request, limit)
         longest = max(match for _, _, match in found)
         voters = [(text, place) for text, place, match in found if match == longest]
+        if not self._votes:  # the latest; how far it matches in truth says how likely it is right
+            voters, longest = voters[:1], max(longest, match_length(*voters[0], tokens, _LONG))
         self._sources[request] = *voters[0], end
         limit = max(1, int(min(limit, self._factor * longest)))
         return self._vote(voters, tokens, limit, longest)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from inflight.engine.deltas import RequestFailed
+from inflight.engine.deltas import RequestFailed, TierTotals
 from inflight.engine.drafting.drafter import DraftCounts, Drafter
 from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
@@ -178,6 +178,7 @@ class Policies:
     Attributes:
         urgency: None: running requests get their tokens first.
         draft_counts: of `drafter`.
+        tier_totals: returns what KV tiers have done; None: there are none.
         listeners: receive the events; they include the policies that learn from them.
     """
 
@@ -189,4 +190,5 @@ class Policies:
     urgency: UrgencyPolicy | None = None
     drafter: Drafter | None = None
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
+    tier_totals: Callable[[], TierTotals | None] = lambda: None
     listeners: Sequence[EngineListener] = ()

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import Adapters
 from inflight.engine.drafting.adaptive_drafter import AdaptiveDrafter
 from inflight.engine.drafting.draft_model import DraftModel, DraftRunner, ModelGuesser
 from inflight.engine.drafting.drafter import DraftCounts, Drafter, Guesser
@@ -14,6 +15,7 @@ from inflight.engine.drafting.lookup_drafter import LookupGuesser
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.events import EngineListener
 from inflight.engine.host_swap import SwapSpace
+from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
@@ -26,10 +28,13 @@ from inflight.engine.policies.recompute_cost import LearnedRecomputeCost
 from inflight.engine.policies.row_shares import make_turns
 from inflight.engine.policies.short_prompts import ShortPromptsFirst
 from inflight.engine.policies.tenant_accounts import TenantAccounts
+from inflight.engine.policies.tier_admission import TierAdmission
 from inflight.engine.policies.urgency import OutrankingFirst
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.policies.whole_prompts import WholePrompts
 from inflight.engine.request_factory import ModelInfo
+from inflight.engine.tiers.loads import Loads
+from inflight.engine.tiers.writer import TierWriter
 from inflight.grammars.base import Grammars
 from inflight.speculative import SpeculativeConfig
 
@@ -44,6 +49,8 @@ def make_policies(
     accounts: TenantAccounts | None = None,
     record: AdmissionRecord | None = None,
     whole_prompts: bool = False,
+    loads: Loads | None = None,
+    adapters: Adapters | None = None,
 ) -> Policies:
     """One answer to each of the scheduler's questions.
 
@@ -54,6 +61,8 @@ def make_policies(
         accounts: of the tenants; None: new ones.
         record: receives admission's findings; None: they are not used.
         whole_prompts: a prompt is computed in one step.
+        loads: of KV from tiers; None: there are no tiers.
+        adapters: that requests choose; a request waits until its own is loaded.
     """
     listeners: list[EngineListener] = []
     order = _make_order(config, accounts or TenantAccounts(config), listeners)
@@ -64,10 +73,16 @@ def make_policies(
         counts = adaptive.counts
         listeners.append(adaptive)
     admission = _make_admission(config, listeners)
+    if loads is not None:
+        admission = from_tier = TierAdmission(admission, loads)
+        listeners += [from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
+    if adapters is not None:
+        admission = loaded = AdapterAdmission(admission, adapters)
+        listeners.append(loaded)
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
     budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)
     return Policies(
@@ -79,6 +94,7 @@ def make_policies(
         urgency=_make_urgency(config, order, admission, budget, listeners),
         drafter=None if drafter is None else SafeDrafter(drafter),
         draft_counts=counts,
+        tier_totals=(lambda: None) if loads is None else loads.tiers.totals,
         listeners=[*listeners, in_time],
     )
 

@@ -104,12 +104,20 @@ class Supervisor:
     # -- any thread ------------------------------------------------------------------------
 
     def start(self) -> EngineReady:
-        """Start the engine process and wait until it has loaded the model.
+        """`begin` and `wait_until_ready`."""
+        self.begin()
+        return self.wait_until_ready()
+
+    def begin(self) -> None:
+        """Start the engine process, which loads the model meanwhile."""
+        self._threads[0].start()
+
+    def wait_until_ready(self) -> EngineReady:
+        """Wait until the engine process has loaded the model.
 
         Raises:
             EngineStartError: with the engine's message; no process is left running.
         """
-        self._threads[0].start()
         with self._changed:
             self._changed.wait_for(lambda: self._first is not None)
         if isinstance(self._first, EngineReady):

@@ -23,7 +23,7 @@ def checkpoint_id(source: str, revision: str | None = None) -> str | None:
     Args:
         source: checkpoint directory, GGUF file or hub id.
     """
-    file, folder = gguf_file(source), snapshot(source, revision)
+    file, folder = gguf_file(source, revision), snapshot(source, revision)
     if folder is None:
         return None
     digest = hashlib.sha256()

@@ -16,7 +16,7 @@ __all__ = ["ENVIRONMENT", "AdminKey"]
 
 ENVIRONMENT = "INFLIGHT_ADMIN_KEY"
 
-_CHANGES = ("drain",)  # these need a key; the others change nothing
+_CHANGES = ("drain", "load_adapter", "unload_adapter")  # these need a key; the others change nothing
 _OPEN = ("tokenize", "detokenize", "model", "tokenizer")  # these never need a key: a request for text reveals as much
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -28,6 +27,7 @@ class Control:
         ask_engine: sends a question to the engine.
         drain_others: tells the other instances that share the engine to drain.
         text_questions: names of the questions that `TokenizeApi` answers.
+        others: further questions, with the functions that answer them, which can raise RequestError.
     """
 
     def __init__(
@@ -37,19 +37,21 @@ class Control:
         drain: Drain,
         drain_others: Callable[[], None] = lambda: None,
         text_questions: tuple[str, ...] = (),
+        others: Mapping[str, Callable[[WireRequest], Future[Any]]] | None = None,
     ) -> None:
         self._text_questions = text_questions
-        self._answers: dict[str, Callable[[], Future[Any]]] = {
-            "step_trace": partial(ask_engine, DumpTrace()),
-            "stats": status.ask,
-            "drain": partial(_drained, drain, drain_others),
+        self._answers: dict[str, Callable[[WireRequest], Future[Any]]] = {
+            "step_trace": lambda wire: ask_engine(DumpTrace()),
+            "stats": lambda wire: status.ask(),
+            "drain": lambda wire: _drained(drain, drain_others),
+            **(others or {}),
         }
 
     def answer(self, wire: WireRequest) -> Future[Any] | None:
         """The answer (text or bytes, or a RequestError); None for a request that is not answered here.
 
         Raises:
-            RequestError: INVALID_ARG; an unknown `control`.
+            RequestError: INVALID_ARG; an unknown `control`, or wrong parameters of it.
         """
         control = control_of(wire)
         if control is None or control in self._text_questions:
@@ -57,7 +59,7 @@ class Control:
         if control not in self._answers:
             known = " or ".join(f'"{name}"' for name in (*self._answers, *self._text_questions))
             raise RequestError("INVALID_ARG", f"control={shown(control)}: must be {known}")
-        return self._answers[control]()
+        return self._answers[control](wire)
 
 
 def control_of(wire: WireRequest) -> str | None:

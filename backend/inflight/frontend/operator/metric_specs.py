@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 __all__ = [
+    "ADAPTER_METRICS",
     "COUNTED",
     "COUNTER",
     "DRAFT_POSITIONS",
@@ -39,6 +40,7 @@ class MetricSpec(NamedTuple):
     Attributes:
         buckets: upper bounds; None if `max_model_len` determines them, or if it is no histogram.
         label: a label and its values; each value has its own metric.
+        engine_labels: labels whose values come with the engine's counts.
     """
 
     name: str
@@ -46,6 +48,7 @@ class MetricSpec(NamedTuple):
     description: str
     buckets: tuple[float, ...] | None = None
     label: tuple[str, tuple[str, ...]] | None = None
+    engine_labels: tuple[str, ...] = ()
 
 
 def buckets_1_2_5(limit: int) -> list[float]:
@@ -58,6 +61,7 @@ _LATENCY = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.
 _TPOT = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _ITL = (*_TPOT, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 _E2E = (1.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+_LOADS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _POWERS = tuple(float(2**k) for k in range(13))
 
@@ -80,6 +84,8 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("vllm:num_preemptions_total", COUNTER, "Sequences put back in the queue."),
     MetricSpec("vllm:prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("vllm:prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
+    MetricSpec("vllm:external_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in KV tiers."),
+    MetricSpec("vllm:external_prefix_cache_hits_total", COUNTER, "Prompt tokens whose KV a KV tier had."),
     MetricSpec(
         "vllm:request_success_total",
         COUNTER,
@@ -134,6 +140,27 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_host_blocks_used", GAUGE, "KV blocks in host memory that hold swapped sequences."),
     MetricSpec("inflight_swapped_out_blocks_total", COUNTER, "KV blocks copied to host memory by preemption."),
     MetricSpec("inflight_swapped_in_blocks_total", COUNTER, "KV blocks copied back from host memory."),
+    MetricSpec("inflight_kv_tier_bytes", GAUGE, "Bytes that a KV tier keeps.", engine_labels=("tier",)),
+    MetricSpec(
+        "inflight_kv_tier_load_seconds_sum",
+        COUNTER,
+        "Seconds that a KV tier took to read extents.",
+        engine_labels=("tier",),
+    ),
+    MetricSpec("inflight_kv_tier_load_seconds_count", COUNTER, "Extents read from a KV tier.", engine_labels=("tier",)),
+    MetricSpec("inflight_kv_tier_stored_total", COUNTER, "Extents that a KV tier took.", engine_labels=("tier",)),
+    MetricSpec(
+        "inflight_kv_tier_dropped_total",
+        COUNTER,
+        "Extents that were not written to a KV tier: too many waited.",
+        engine_labels=("tier",),
+    ),
+    MetricSpec(
+        "inflight_kv_tier_errors_total",
+        COUNTER,
+        "Reads and writes of a KV tier that failed, by the kind of failure.",
+        engine_labels=("tier", "why"),
+    ),
     MetricSpec("inflight_prefix_cache_queries_total", COUNTER, "Prompt tokens looked up in the prefix cache."),
     MetricSpec("inflight_prefix_cache_hits_total", COUNTER, "Prompt tokens served by the prefix cache."),
     MetricSpec(
@@ -144,4 +171,21 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("inflight_step_seconds", COUNTED, "Duration of an engine step in seconds.", _STEP),
     MetricSpec("inflight_batch_size", COUNTED, "Sequences in an engine step.", _POWERS),
     MetricSpec("inflight_scheduled_tokens", COUNTED, "Tokens in an engine step.", _POWERS),
+)
+
+# Of a model with `enable_lora`, which makes them as their labels come up (`adapter_metrics.py`).
+ADAPTER_METRICS: tuple[MetricSpec, ...] = (
+    MetricSpec(
+        "vllm:lora_requests_info", GAUGE, "Unix time of the last change of the adapters that run and wait, its labels."
+    ),
+    MetricSpec("inflight_adapter_requests", GAUGE, "Open requests with an adapter."),
+    MetricSpec(
+        "inflight_adapter_loads_total",
+        COUNTER,
+        "Loads of adapters while the model serves, by their outcome.",
+        label=("outcome", ("loaded", "refused")),
+    ),
+    MetricSpec(
+        "inflight_adapter_load_seconds", HISTOGRAM, "Time that the load of an adapter took, in seconds.", _LOADS
+    ),
 )

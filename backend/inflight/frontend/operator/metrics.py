@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.engine.deltas import StepStats
 from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.operator.histograms import CountedHistogram, TokenGaps
+from inflight.frontend.operator.kv_tier_counts import new_counts
 from inflight.frontend.operator.metric_specs import (
     COUNTED,
     COUNTER,
@@ -71,8 +72,8 @@ _DRAFT_TOTALS: tuple[Any, ...] = (
 )
 
 
-def _gauges(now: StepStats) -> dict[str, float]:
-    return {
+def _gauges(now: StepStats) -> dict[Any, float]:
+    found: dict[Any, float] = {
         "vllm:num_requests_running": now.running,
         "vllm:num_requests_waiting": now.waiting,
         "vllm:kv_cache_usage_perc": now.blocks_used / max(1, now.blocks_used + now.blocks_free),
@@ -82,10 +83,13 @@ def _gauges(now: StepStats) -> dict[str, float]:
         "inflight_kv_blocks_free": now.blocks_free,
         "inflight_host_blocks_used": now.host_blocks_used,
     }
+    for tier in now.kv_tiers.tiers if now.kv_tiers else ():
+        found["inflight_kv_tier_bytes", tier.tier] = tier.num_bytes
+    return found
 
 
 class _Published:
-    """The Triton metrics, by name or by (name, value of the family's label); `create` makes them."""
+    """The Triton metrics, by name or by (name, values of the family's labels); `create` makes them."""
 
     def __init__(self, create: CreateMetric, max_model_len: int) -> None:
         self._create = create
@@ -100,7 +104,7 @@ class _Published:
                 name, values = spec.label
                 for value in values:
                     self._metrics[spec.name, value] = create(spec, {name: value}, None)
-            elif spec.name != _CACHE_INFO:
+            elif spec.name != _CACHE_INFO and not spec.engine_labels:
                 plain = spec.kind in (COUNTER, GAUGE)
                 self._metrics[spec.name] = create(spec, {}, None if plain else list(spec.buckets or lengths))
 
@@ -138,12 +142,21 @@ class _Published:
 
     def set(self, key: Any, value: float) -> None:
         if self._values.get(key) != value:
-            self._metrics[key].set(value)
+            self._metric(key).set(value)
             self._values[key] = value
 
     def increment(self, key: Any, amount: float) -> None:
         if amount:
-            self._metrics[key].increment(amount)
+            self._metric(key).increment(amount)
+
+    def _metric(self, key: Any) -> Any:
+        """A metric, which is made when the engine first counts something for its labels."""
+        found = self._metrics.get(key)
+        if found is None:
+            name, *values = key
+            spec = next(spec for spec in METRICS if spec.name == name)
+            found = self._metrics[key] = self._create(spec, dict(zip(spec.engine_labels, values)), None)
+        return found
 
     def observe(self, key: Any, value: float) -> None:
         self._metrics[key].observe(value)
@@ -222,6 +235,8 @@ class Metrics:
         for name, field in _TOTALS.items() if leads else ():
             value, base = getattr(stats, field), getattr(before, field, 0)
             self._step_counts[name] += value - base if value >= base else value  # a new engine counts from 0
+        if leads and stats.kv_tiers:
+            self._step_counts.update(new_counts(before.kv_tiers if before is not None else None, stats.kv_tiers))
         if leads and stats.draft_totals:
             bases = before.draft_totals if before is not None and before.draft_totals else [0] * len(stats.draft_totals)
             for name, value, base in zip(_DRAFT_TOTALS, stats.draft_totals, bases):
@@ -240,7 +255,7 @@ class Metrics:
             self._gaps.clear()
             if self._now is not None:
                 nothing: dict[str, Any] = dict.fromkeys(StepStats.__struct_fields__, 0)
-                nothing["draft_totals"] = []
+                nothing |= {"draft_totals": [], "kv_tiers": None}
                 nothing["blocks_free"] = self._now.blocks_used + self._now.blocks_free
                 self._take_stats(StepStats(**nothing), self._leads)
 

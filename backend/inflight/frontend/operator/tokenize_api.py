@@ -6,7 +6,7 @@ Answered without the engine and without the admin key: a request for text reveal
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -38,7 +38,7 @@ _CONTROL = {"control", "admin_key"}
 
 
 def facts(checkpoint_id: str | None, ready: EngineReady, chat: ChatTemplate, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The answer to "model": facts that do not change while it is loaded."""
+    """The answer to "model", without its adapters: facts that do not change while it is loaded."""
     tags = reasoning_tags(chat.text or "")
     fim = fill_in_middle(tokenizer)
     try:
@@ -83,6 +83,7 @@ class TokenizeApi:
         tokenizer_info: result of the function of that name.
         prompts: renders and tokenises, as for generation.
         limits: of a request.
+        adapters: returns name -> id of those that requests can choose; None: LoRA is off.
     """
 
     names = tuple(_TAKES)
@@ -94,8 +95,10 @@ class TokenizeApi:
         tokenizer: Tokenizer,
         prompts: PromptReader,
         limits: Limits,
+        adapters: Callable[[], Mapping[str, str]] | None = None,
     ) -> None:
-        self._facts = msgspec.json.encode(facts)
+        self._facts = facts
+        self._adapters = adapters
         self._tokenizer_info = msgspec.json.encode(tokenizer_info)
         self._max_model_len: int = facts["max_model_len"]
         self._tokenizer = tokenizer
@@ -117,7 +120,8 @@ class TokenizeApi:
             elif name == "detokenize":
                 text = self._detokenized(inputs["input_ids"])
             elif name == "model":
-                text = self._facts
+                adapters = None if self._adapters is None else self._adapters()
+                text = msgspec.json.encode({**self._facts, "adapters": adapters})
             else:
                 text = self._tokenizer_info
         except (TokenizerError, LimitError) as error:

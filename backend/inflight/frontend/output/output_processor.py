@@ -118,8 +118,7 @@ class OutputProcessor:
         self._events: SimpleQueue[tuple[float, StepMessage] | Callable[[], None] | None] = SimpleQueue()
         self._backpressure = Backpressure(engine, self._events.put, self._replay.again)
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
-        # `list` of a dict's values is one C call: the sender thread cannot change the dict meanwhile.
-        self._cancellation = CancellationWatcher(lambda: list(self._streams.values()), self._drop, check_seconds)
+        self._cancellation = CancellationWatcher(self.open_streams, self._drop, check_seconds)
 
     # -- any thread ------------------------------------------------------------------------
 
@@ -159,6 +158,10 @@ class OutputProcessor:
     def num_open_sequences(self) -> int:
         """Sequences of those requests."""
         return self._open_limit.num_sequences
+
+    def open_streams(self) -> list[RequestState]:
+        """The streams at this moment."""
+        return list(self._streams.values())  # one C call: the sender thread cannot change the dict meanwhile
 
     def refuse_new(self, make_error: Callable[[], RequestError]) -> None:
         """Refuse every request from now on; accepted requests continue."""
@@ -369,6 +372,7 @@ class OutputProcessor:
 
     def _close(self, stream: RequestState) -> None:
         stream.closed = True
+        stream.last_act = None  # it refers to the stream, which is to go with its last reference
         self._queue.forget(stream)
         del self._streams[stream.request_id]
         self._replay.ended(stream.request_id)

@@ -300,6 +300,8 @@ def response_outputs(
         outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
     if "return_num_cached_tokens" in returns:
         outputs["num_cached_tokens"] = np.array([num_cached_tokens or 0], dtype=np.uint32)
+    if "return_lora_digest" in returns and request.adapter is not None:
+        outputs["lora_digest"] = _texts([request.adapter.ref.id])
     new_token_ids = [sequence.take_token_ids() for sequence in sequences]
     counts = np.array([len(ids) for ids in new_token_ids], dtype=np.uint32)
     if "return_num_output_tokens" in returns:

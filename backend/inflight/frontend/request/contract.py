@@ -17,6 +17,7 @@ from inflight.frontend.errors import RequestError
 from inflight.frontend.request.sampling_keys import SAMPLING_KEYS
 
 __all__ = [
+    "ADAPTER",
     "INPUTS",
     "OUTPUTS",
     "RETURN_FLAGS",
@@ -58,8 +59,10 @@ RETURN_FLAGS = (
     "return_token_ids",
     "return_prompt_logprobs",
     "return_log_probs",
+    "return_lora_digest",
 )
 SCHEDULING = ("request_priority", "tenant", "cache_salt")
+ADAPTER = ("lora_name", "lora_task_id", "lora_id", "lora_digest")
 
 INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_STRING", _ONE, "text_input", "messages", "pooling", "embedding_request"),
@@ -69,7 +72,7 @@ INPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_BOOL", _ONE, "exclude_input_in_output", *RETURN_FLAGS),
     *_sampling_specs(),
     *_specs("TYPE_INT32", _ONE, "request_priority"),
-    *_specs("TYPE_STRING", _ONE, "tenant", "cache_salt"),
+    *_specs("TYPE_STRING", _ONE, "tenant", "cache_salt", "lora_digest"),
     *_specs("TYPE_INT64", _ANY, "resume_token_ids"),
     *_specs("TYPE_INT32", _ANY, "resume_token_counts"),
     *_specs("TYPE_FP64", _ANY, "resume_cumulative_logprob"),
@@ -90,6 +93,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_FP32", _TABLE, "pooled"),
     *_specs("TYPE_INT32", _ANY, "pooled_token_counts"),
     *_specs("TYPE_STRING", _ANY, "labels"),
+    *_specs("TYPE_STRING", _ONE, "lora_digest"),
 )
 
 # Request parameters that Triton, its clients and proxies add: never sampling keys.  Triton's
@@ -127,7 +131,14 @@ def is_foreign(key: str) -> bool:
 
 
 def plain_input(name: str, array: np.ndarray) -> Any:
-    """An input tensor as Python values: a list if the contract says so, else its one element."""
+    """An input tensor as Python values: a list if the contract says so, else its one element.
+
+    Raises:
+        RequestError: INVALID_ARG; an input that is always refused, or that has the wrong number of elements.
+    """
+    key = SAMPLING_KEYS.get(name)
+    if key is not None and key.refusal:  # before its values, which can be millions
+        raise RequestError("INVALID_ARG", key.refusal)
     values = array.reshape(-1)
     if values.dtype.kind in "OS":
         plain: list[Any] = [_decoded(name, value) for value in values]

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from inflight.engine.messages import AddRequest
+from inflight.frontend.adapters.adapter_files import KeptAdapter
 from inflight.frontend.request.resume import SequenceEnd
 from inflight.frontend.request.trace_context import RequestTrace
 
@@ -33,6 +34,7 @@ class ParsedRequest:
         name: the client's request id, for the log; "" for none.
         trace: for its span; None: it has none.
         quiet: its cancellation is not logged: it is one of the prompts of a request for vectors, and not the first.
+        adapter: the files of its adapter, which stay as long as this object; None: it has none.
     """
 
     engine_request: AddRequest
@@ -48,6 +50,7 @@ class ParsedRequest:
     name: str = ""
     trace: RequestTrace | None = None
     quiet: bool = False
+    adapter: KeptAdapter | None = None
 
     def with_id(self, request_id: int) -> ParsedRequest:
         """The same request with the engine's id."""

@@ -13,8 +13,11 @@ from inflight.config import EngineConfig
 from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.adapters.adapter_files import KeptAdapter
+from inflight.frontend.adapters.registry import AdapterRegistry
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError, shown
+from inflight.frontend.request.adapter_choice import chosen_adapter
 from inflight.frontend.request.contract import RETURN_FLAGS, SCHEDULING, WireRequest, is_foreign, plain_input
 from inflight.frontend.request.generation_config import generation_defaults
 from inflight.frontend.request.limits import LimitError, Limits
@@ -42,6 +45,7 @@ class RequestParser:
         max_model_len, vocab_size, eos_token_ids: of the loaded checkpoint.
         number: of this frontend among the frontends of the engine: their seeds differ.
         generates: the checkpoint has a language model head.
+        adapters: that requests can choose; None: there are none.
 
     Attributes:
         prompts: reads prompts.
@@ -58,7 +62,9 @@ class RequestParser:
         eos_token_ids: Sequence[int] = (),
         number: int = 0,
         generates: bool = True,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
+        self._adapters = adapters or AdapterRegistry(False)
         self._config = config
         self._generates = generates
         self._header = config.tenant_header
@@ -86,7 +92,7 @@ class RequestParser:
         inputs = {name: plain_input(name, array) for name, array in wire.inputs.items()}
         parameters = {key: value for key, value in wire.parameters.items() if not is_foreign(key)}
         # Request-level values can be inputs or parameters; the remaining parameters are sampling keys.
-        request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *SCHEDULING, *RESUME_INPUTS}
+        request_level = {"stream", "exclude_input_in_output", *RETURN_FLAGS, *SCHEDULING, *RESUME_INPUTS, "lora_digest"}
         fields = {key: parameters.pop(key) for key in request_level & parameters.keys()}
         fields |= {key: inputs[key] for key in request_level & inputs.keys()}
 
@@ -94,6 +100,7 @@ class RequestParser:
         prepends = self._prepends(fields, inputs, stream)
         returns = frozenset(flag for flag in RETURN_FLAGS if field_of(fields, flag, to_bool, "true or false", False))
         keys = self._keys(inputs, parameters)
+        adapter = chosen_adapter(self._adapters, self.limits, keys.lora_name, keys.lora_task_id, fields)
         params = self._complete(keys.params, returns)
         prompt, text = self.prompts.read(inputs, keys.truncate_prompt_tokens)
         resumed = read_resumed(
@@ -115,7 +122,7 @@ class RequestParser:
                 params=params,
                 arrival=wire.received,
                 output_token_ids=resumed.token_ids,
-                attached=None if trace is None else Attached(traced=True),
+                attached=_attached(trace, adapter),
                 **scheduling,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
@@ -129,7 +136,15 @@ class RequestParser:
             separate=self._is_tensorrt_llm,
             name=self.limits.check_name("the request id", wire.request_id),
             trace=trace,
+            adapter=adapter,
         )
+
+    def adapter_of(self, fields: Mapping[str, Any]) -> KeptAdapter | None:
+        """The adapter of a request without sampling keys; raises as `chosen_adapter`."""
+        name = field_of(fields, "lora_name", to_text, "a string", None)
+        numbers = [field_of(fields, key, to_int, "an integer", None) for key in ("lora_task_id", "lora_id")]
+        number = next((number for number in numbers if number is not None), None)
+        return chosen_adapter(self._adapters, self.limits, name, number, fields)
 
     def scheduling(self, wire: WireRequest, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The fields of `AddRequest` for scheduling: priority, tenant, deadline and cache salt."""
@@ -191,6 +206,12 @@ class RequestParser:
             raise RequestError("INVALID_ARG", str(error)) from None
         self.limits.check_params(params)
         return params
+
+
+def _attached(trace: RequestTrace | None, adapter: KeptAdapter | None) -> Attached | None:
+    if trace is None and adapter is None:
+        return None
+    return Attached(traced=trace is not None, adapter=None if adapter is None else adapter.ref)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from inflight.config import EngineConfig
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.attached import Attached
 from inflight.engine.pooler_facts import PoolerFacts
 from inflight.engine.pooling import Pooling
@@ -70,10 +71,10 @@ class PooledPlan:
     labels: list[str]
     second_starts: list[int] = field(default_factory=list)
 
-    def attached(self, prompt: int, traced: bool = False) -> Attached:
+    def attached(self, prompt: int, adapter: AdapterRef | None = None, traced: bool = False) -> Attached:
         """The data that travels with a prompt."""
         start = self.second_starts[prompt] if self.second_starts else 0
-        return Attached(traced=traced, pooling=self.pooling, second_start=start)
+        return Attached(traced=traced, pooling=self.pooling, adapter=adapter, second_start=start)
 
     @property
     def counts(self) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.errors import RequestError, shown
-from inflight.frontend.request.contract import RETURN_FLAGS, SCHEDULING, WireRequest, is_foreign, plain_input
+from inflight.frontend.request.contract import ADAPTER, RETURN_FLAGS, SCHEDULING, WireRequest, is_foreign, plain_input
 from inflight.frontend.request.limits import LimitError
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.request.parser import RequestParser
@@ -95,14 +95,18 @@ class PooledRequestReader:
         shared = self._parser.scheduling(wire, fields)
         trace = self._parser.trace_of(wire, "embeddings")
         traced = trace is not None
+        adapter = self._parser.adapter_of(fields)
+        ref = None if adapter is None else adapter.ref
         added = [
-            AddRequest(0, prompt, void_params(), attached=plan.attached(i, traced), arrival=wire.received, **shared)
+            AddRequest(
+                0, prompt, void_params(), attached=plan.attached(i, ref, traced), arrival=wire.received, **shared
+            )
             for i, prompt in enumerate(plan.prompts)
         ]
         timeout = None if shared["deadline"] is None else shared["deadline"] - wire.received
         client_id = self._parser.limits.check_name("the request id", wire.request_id)
         members = [
-            ParsedRequest(message, timeout=timeout, name=client_id, trace=trace, quiet=place > 0)
+            ParsedRequest(message, timeout=timeout, name=client_id, trace=trace, quiet=place > 0, adapter=adapter)
             for place, message in enumerate(added)
         ]
         flags = (flag for flag in RETURN_FLAGS if field_of(fields, flag, to_bool, "true or false", False))
@@ -112,12 +116,12 @@ class PooledRequestReader:
         """Whatever concerns text is refused by name."""
         if field_of(fields, "stream", to_bool, "true or false", False):
             raise RequestError("INVALID_ARG", "stream=True: vectors come in one response; leave it out")
-        known = {*POOLED_INPUTS, *SCHEDULING, *RETURN_FLAGS, *_OFF, "timeout"}
+        known = {*POOLED_INPUTS, *SCHEDULING, *ADAPTER, *RETURN_FLAGS, *_OFF, "timeout"}
         for key in fields:
             if key not in known:
+                takes = ", ".join((*SCHEDULING, *ADAPTER))
                 raise RequestError(
-                    "INVALID_ARG",
-                    f"{key[:100]}: not for a request with pooling, which takes {', '.join(SCHEDULING)}; leave it out",
+                    "INVALID_ARG", f"{key[:100]}: not for a request with pooling, which takes {takes}; leave it out"
                 )
 
 

@@ -50,11 +50,14 @@ class RequestKeys:
         params: for the engine; `seed` is None if not given, and ranges are not checked.
         truncate_prompt_tokens: keep at most this many tokens, the last ones of the prompt; None: all of them.
         output_kind: content of a streaming response (`CUMULATIVE` ...); None: the new output.
+        lora_name, lora_task_id: name and number of the adapter; None: not given.
     """
 
     params: SamplingParams
     truncate_prompt_tokens: int | None = None
     output_kind: int | None = None
+    lora_name: str | None = None
+    lora_task_id: int | None = None
 
 
 class ValueKind(NamedTuple):
@@ -103,7 +106,7 @@ def _to_output_kind(value: Any) -> int:
 
 
 _INT = ValueKind(to_int, "an integer", "TYPE_INT32")
-_SEED, _RANDOM_SEED = _INT._replace(data_type="TYPE_INT64"), _INT._replace(data_type="TYPE_UINT64")
+_SEED, _UINT64 = _INT._replace(data_type="TYPE_INT64"), _INT._replace(data_type="TYPE_UINT64")
 _COUNT = ValueKind(to_count, "an integer")
 _FLOAT = ValueKind(to_float, "a finite number", "TYPE_FP32")
 _BOOL = ValueKind(to_bool, "true or false", "TYPE_BOOL")
@@ -112,7 +115,13 @@ _TEXTS = ValueKind(to_texts, "a string or a list of strings", "TYPE_STRING", (-1
 _IDS = ValueKind(to_ids, "a list of token ids", "TYPE_INT64", (-1,))
 _BIAS = ValueKind(to_logit_bias, "an object that maps token ids to numbers")
 _OUTPUT_KIND = ValueKind(_to_output_kind, "0 (cumulative), 1 (delta) or 2 (final only)")
+_WEIGHTS = ValueKind(lambda value: value, "", "TYPE_FP16", (-1, -1))
+_WEIGHTS_CONFIG = ValueKind(lambda value: value, "", "TYPE_INT32", (-1, 3))
 _STRUCTURED = ValueKind(lambda value: value, "an object")  # `structured_outputs.py` reads it; its errors say more
+
+_BY_NAME = (
+    "a request cannot bring an adapter; let the operator load it (docs/lora.md), and send lora_name or lora_task_id"
+)
 
 # A key wins over its alias if both are given, except that `max_completion_tokens` wins over
 # `max_tokens`: LiteLLM adds a default `max_tokens` to requests that give only the former.  Stop
@@ -130,7 +139,7 @@ SAMPLING_KEYS: dict[str, SamplingKey] = {
     "repetition_penalty": SamplingKey(_FLOAT, typed=True),
     "presence_penalty": SamplingKey(_FLOAT, typed=True),
     "frequency_penalty": SamplingKey(_FLOAT, typed=True),
-    "random_seed": SamplingKey(_RANDOM_SEED, typed=True, alias_of="seed"),
+    "random_seed": SamplingKey(_UINT64, typed=True, alias_of="seed"),
     "seed": SamplingKey(_SEED, typed=True),
     "stop": SamplingKey(_TEXTS, typed=True),
     "stop_words": SamplingKey(_TEXTS, typed=True, alias_of="stop"),
@@ -148,6 +157,12 @@ SAMPLING_KEYS: dict[str, SamplingKey] = {
     "length_penalty": SamplingKey(_FLOAT, typed=True, accepts=(1.0, 0.0)),
     "return_context_logits": SamplingKey(_BOOL, typed=True, accepts=(False,)),
     "return_generation_logits": SamplingKey(_BOOL, typed=True, accepts=(False,)),
+    "lora_name": SamplingKey(_TEXT, typed=True),
+    "lora_task_id": SamplingKey(_UINT64, typed=True),
+    "lora_id": SamplingKey(_UINT64, typed=True, alias_of="lora_task_id"),
+    "lora_weights": SamplingKey(_WEIGHTS, typed=True, refusal=f"lora_weights: {_BY_NAME}"),
+    "lora_config": SamplingKey(_WEIGHTS_CONFIG, typed=True, refusal=f"lora_config: {_BY_NAME}"),
+    "lora_path": SamplingKey(_TEXT, refusal=f"lora_path: {_BY_NAME}"),
     "logit_bias": SamplingKey(_BIAS),
     "allowed_token_ids": SamplingKey(_IDS),
     "logprobs": SamplingKey(_COUNT),
@@ -166,7 +181,6 @@ SAMPLING_KEYS: dict[str, SamplingKey] = {
     "skip_clone": SamplingKey(_BOOL, accepts=(False, True)),
     "skip_reading_prefix_cache": SamplingKey(_BOOL, accepts=(False,)),
     "return_perf_metrics": SamplingKey(_BOOL, accepts=(False,)),
-    "lora_name": SamplingKey(_TEXT, refusal="LoRA feature is not enabled."),  # vllm_backend's words
 }
 
 
@@ -208,8 +222,8 @@ def request_keys(
         del values["seed"]
     if is_tensorrt_llm:
         _apply_greedy_default(values)
-    truncate, output_kind = values.pop("truncate_prompt_tokens", None), values.pop("output_kind", None)
-    return RequestKeys(SamplingParams(**values), truncate, output_kind)
+    beside = [values.pop(key, None) for key in ("truncate_prompt_tokens", "output_kind", "lora_name", "lora_task_id")]
+    return RequestKeys(SamplingParams(**values), *beside)
 
 
 def _grammar(values: dict[str, Any]) -> GrammarSpec | None:

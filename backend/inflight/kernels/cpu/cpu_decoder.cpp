@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <optional>
+#include <vector>
 
 namespace inflight {
 namespace {
@@ -36,6 +38,7 @@ struct Scratch {
   char* normed;  // [rows, hidden_size] activations
   char* middle;  // [rows, results of gate_up] activations
   char* bytes;   // the operand of weights in codes: rows of bytes, then their groups
+  float* inner;  // [rows, Tokens::inner] of adapters
   bool alone;    // normed and bytes are per thread, with the same contents on all
 };
 
@@ -65,7 +68,19 @@ void multiply(Team* team, const Linear& linear, const Matrix& x, Result result, 
     each(team, part->num_panels(),
          [&](int64_t first, int64_t last) { ops_kernels().multiply(*part, operand, first, last, result); });
     result.data += part->num_results() * element;
+    ++result.part;
   }
+}
+
+// A layer's projection of rows whose adapters are `adapters`; null: none has one.
+void multiply(Team* team, const Linear& linear, const Matrix& x, Result result, const Scratch& scratch,
+              AdapterRows* adapters, int64_t layer, Projection projection) {
+  if (adapters != nullptr) {
+    adapters->shrink(layer, projection, x, element_size(result.dtype),
+                     [&](int64_t count, auto function) { each(team, count, function); });
+    result.deltas = adapters->deltas(layer, projection);
+  }
+  multiply(team, linear, x, result, scratch);
 }
 
 int64_t quantized_bytes(int64_t rows, int64_t size) {
@@ -98,6 +113,8 @@ class Pass {
     width_ = decoder.layers->qkv.all_results();
     out_width_ = decoder.layers->output.in_features;
     middle_width_ = decoder.layers->down.in_features;
+    if (tokens.adapters == nullptr) return;
+    for (int64_t i = 0; i < num_selected(); ++i) selected_adapters_.push_back(tokens.adapters[selected(i)]);
   }
 
   // Returns: bytes of the workspace.
@@ -130,8 +147,10 @@ class Pass {
     for (int64_t i = 0; i < decoder_.num_layers; ++i) {
       if (leads) plan(decoder_.layers[i]);
       over_rows(count_, local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
-        if (i > 0) after_attention(team, decoder_.layers[i - 1], {hidden_, attended_}, scratch, begin, end);
-        before_attention(team, decoder_.layers[i], scratch, begin, end);
+        std::optional<AdapterRows> adapters = adapters_of(tokens_.adapters, scratch, begin, end);
+        AdapterRows* rows = adapters ? &*adapters : nullptr;
+        if (i > 0) after_attention(team, i - 1, {hidden_, attended_}, scratch, rows, begin, end);
+        before_attention(team, i, scratch, rows, begin, end);
       });
       attention_.work();
       team_.barrier();
@@ -142,6 +161,21 @@ class Pass {
  private:
   int64_t num_selected() const { return tokens_.num_logits + tokens_.num_hidden; }
 
+  // The i-th requested token.
+  int64_t selected(int64_t i) const {
+    const int64_t other = i - tokens_.num_logits;
+    return other < 0 ? tokens_.logits_indices[i] : tokens_.hidden_indices[other];
+  }
+
+  // Of rows begin .. end, if one of them has an adapter.
+  std::optional<AdapterRows> adapters_of(const Adapter* const* adapters, const Scratch& scratch, int64_t begin,
+                                         int64_t end) const {
+    if (adapters == nullptr) return std::nullopt;
+    AdapterRows rows(adapters + begin, end - begin, scratch.inner, tokens_.inner);
+    if (rows.empty()) return std::nullopt;
+    return rows;
+  }
+
   struct Stream {
     float* hidden;
     char* attended;
@@ -151,7 +185,8 @@ class Pass {
     char* normed = arena.take(rows * decoder_.hidden_size * element_);
     char* middle = arena.take(rows * middle_width_ * element_);
     const int64_t widest = std::max({decoder_.hidden_size, middle_width_, out_width_});
-    return {normed, middle, arena.take(quantized_bytes(rows, widest)), false};
+    char* bytes = arena.take(quantized_bytes(rows, widest));
+    return {normed, middle, bytes, reinterpret_cast<float*>(arena.take(rows * tokens_.inner * sizeof(float))), false};
   }
 
   // Divide the rows into chunks, one thread each; if they are few, process them together.
@@ -159,7 +194,7 @@ class Pass {
   void over_rows(int64_t rows, const Scratch& local, Function function) {
     if (rows <= kChunkRows * team_.size()) {
       const bool alone = rows <= kChunkRows && rows * decoder_.hidden_size <= kAloneElements;
-      const Scratch mixed = {local.normed, scratch_.middle, local.bytes, true};
+      const Scratch mixed = {local.normed, scratch_.middle, local.bytes, scratch_.inner, true};
       function(&team_, alone ? mixed : scratch_, int64_t(0), rows);
       return;
     }
@@ -196,11 +231,13 @@ class Pass {
   }
 
   // Norm and projections of tokens begin .. end; writes their keys and values to the pool.
-  void before_attention(Team* team, const DecoderLayer& layer, const Scratch& scratch, int64_t begin, int64_t end) {
+  void before_attention(Team* team, int64_t index, const Scratch& scratch, AdapterRows* adapters, int64_t begin,
+                        int64_t end) {
+    const DecoderLayer& layer = decoder_.layers[index];
     norm(team, layer.input_norm, hidden_ + begin * decoder_.hidden_size, end - begin, scratch);
     char* qkv = qkv_ + begin * width_ * element_;
     multiply(team, layer.qkv, {scratch.normed, decoder_.hidden_size, end - begin},
-             {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch);
+             {Into::kActivations, qkv, width_, 1.0f, dtype_}, scratch, adapters, index, kQkv);
     const int64_t half = decoder_.rotary_size / 2;
     const Layer& attention = *layer.attention;
     const Rows keys = {qkv_ + query_width_ * element_, width_, attention.key_size, dtype_};
@@ -222,17 +259,18 @@ class Pass {
   }
 
   // Output projection and MLP of rows begin .. end, added to the residual stream.
-  void after_attention(Team* team, const DecoderLayer& layer, const Stream& stream, const Scratch& scratch,
+  void after_attention(Team* team, int64_t index, const Stream& stream, const Scratch& scratch, AdapterRows* adapters,
                        int64_t begin, int64_t end) {
+    const DecoderLayer& layer = decoder_.layers[index];
     const int64_t size = decoder_.hidden_size, rows = end - begin;
     float* hidden = stream.hidden + begin * size;
     const Result residual = {Into::kResidual, reinterpret_cast<char*>(hidden), size, decoder_.residual_factor, dtype_};
     const char* attended = stream.attended + begin * out_width_ * element_;
-    multiply(team, layer.output, {attended, out_width_, rows}, residual, scratch);
+    multiply(team, layer.output, {attended, out_width_, rows}, residual, scratch, adapters, index, kOutput);
     norm(team, layer.post_norm, hidden, rows, scratch);
     multiply(team, layer.gate_up, {scratch.normed, size, rows},
-             {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch);
-    multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual, scratch);
+             {Into::kActivations, scratch.middle, middle_width_, 1.0f, dtype_}, scratch, adapters, index, kGateUp);
+    multiply(team, layer.down, {scratch.middle, middle_width_, rows}, residual, scratch, adapters, index, kDown);
   }
 
   // The rest of the last layer for the requested tokens only, then logits of some and hidden states of the others.
@@ -241,14 +279,15 @@ class Pass {
     const Stream selected = {selected_hidden_, selected_attended_};
     team_.each(num_selected(), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t other = i - tokens_.num_logits;
-        const int64_t token = other < 0 ? tokens_.logits_indices[i] : tokens_.hidden_indices[other];
+        const int64_t token = this->selected(i);
         std::memcpy(selected.hidden + i * size, hidden_ + token * size, size * sizeof(float));
         std::memcpy(selected.attended + i * bytes, attended_ + token * bytes, bytes);
       }
     });
     over_rows(num_selected(), local, [&](Team* team, const Scratch& scratch, int64_t begin, int64_t end) {
-      after_attention(team, decoder_.layers[decoder_.num_layers - 1], selected, scratch, begin, end);
+      const Adapter* const* own = selected_adapters_.empty() ? nullptr : selected_adapters_.data();
+      std::optional<AdapterRows> adapters = adapters_of(own, scratch, begin, end);
+      after_attention(team, decoder_.num_layers - 1, selected, scratch, adapters ? &*adapters : nullptr, begin, end);
       const int64_t middle = std::clamp(tokens_.num_logits, begin, end);
       if (begin < middle) put_logits(team, scratch, begin, middle);
       if (middle < end) put_hidden(team, middle, end);
@@ -281,6 +320,7 @@ class Pass {
   int64_t element_, query_width_, key_width_, width_, out_width_, middle_width_;
   float *hidden_, *cos_, *sin_, *selected_hidden_;
   char *qkv_, *attended_, *selected_attended_;
+  std::vector<const Adapter*> selected_adapters_;
   Scratch scratch_;
   TeamAttention attention_;
 };
@@ -294,7 +334,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
   const bool converts = activations != dtype;
   thread_local Buffer buffer;
   Arena arena(buffer.get(quantized_bytes(rows, size) + (converts ? rows * (size + results) * sizeof(float) : 0) + 192));
-  const Scratch scratch = {nullptr, nullptr, arena.take(quantized_bytes(rows, size)), false};
+  const Scratch scratch = {nullptr, nullptr, arena.take(quantized_bytes(rows, size)), nullptr, false};
   if (converts) {
     auto* floats = reinterpret_cast<float*>(arena.take(rows * size * sizeof(float)));
     kernels.to_floats(x, dtype, 1.0f, floats, rows * size);
@@ -308,7 +348,7 @@ void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype
       return;
     }
     thread_local Buffer local;
-    const Scratch alone = {nullptr, nullptr, local.get(quantized_bytes(kChunkRows, size)), true};
+    const Scratch alone = {nullptr, nullptr, local.get(quantized_bytes(kChunkRows, size)), nullptr, true};
     const int64_t chunks = (rows + kChunkRows - 1) / kChunkRows, element = element_size(activations);
     team.each(chunks, [&](int64_t first, int64_t last) {
       for (int64_t chunk = first; chunk < last; ++chunk) {

@@ -1,6 +1,7 @@
 // Forward pass on a team of threads.
 #pragma once
 
+#include "cpu_lora.h"
 #include "cpu_ops.h"
 #include "cpu_work.h"
 
@@ -17,6 +18,8 @@ struct Tokens {
   const int64_t* hidden_indices;  // tokens whose hidden states after the final norm are wanted, likewise
   int64_t num_hidden;
   float* hidden;
+  const Adapter* const* adapters;  // of each token, or null where it has none; null: no token has one
+  int64_t inner;                   // largest `inner` of a projection of these adapters
 };
 
 void run_linear(const Linear& linear, const char* x, int64_t rows, int32_t dtype, char* out, int threads);

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from inflight.kernels.cpu.cpu_attention import CpuBatch
 from inflight.kernels.cpu.cpu_linear import LinearStruct, PackedWeight, address_of
 from inflight.kernels.cpu.library import DTYPE_CODES, library
 
-__all__ = ["DecoderTables", "LayerTables", "forward"]
+__all__ = ["DecoderTables", "LayerTables", "StepAdapters", "forward"]
 
 
 class _DecoderLayer(ctypes.Structure):
@@ -60,6 +61,7 @@ class LayerTables:
 
     Attributes:
         qkv, output, gate_up, down: merged and packed projections.
+        modules: paths in the model of the linear layers of the projections, in this order.
         input_norm, post_norm: float32 [hidden_size].
         query_norm, key_norm: float32 [head size], applied to each head; or None.
         attention: address of the layer's description for the attention kernel, see `CpuKVCache`.
@@ -76,6 +78,12 @@ class LayerTables:
     key_norm: Tensor | None
     attention: int
     rotary: bool
+    modules: list[str] = field(default_factory=list)
+
+    @property
+    def projections(self) -> list[PackedWeight]:
+        """In the order of `Projection` in cpu_lora.h."""
+        return [self.qkv, self.output, self.gate_up, self.down]
 
 
 @dataclass
@@ -130,6 +138,21 @@ class DecoderTables:
         self.address = ctypes.addressof(self._struct)
 
 
+@dataclass(frozen=True)
+class StepAdapters:
+    """The adapters of a step's tokens.
+
+    Attributes:
+        of_token: int64 [T]: `PackedAdapter.address`, or 0.
+        inner: the largest of `PackedAdapter.inner`.
+        owners: of what lies at the addresses.
+    """
+
+    of_token: Tensor
+    inner: int
+    owners: Sequence[object]
+
+
 def forward(
     tables: DecoderTables,
     batch: CpuBatch,
@@ -137,6 +160,7 @@ def forward(
     positions: Tensor,
     logits_indices: Tensor,
     hidden_indices: Tensor,
+    adapters: StepAdapters | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One ragged forward pass over T tokens; writes their keys and values to the pool.
 
@@ -145,6 +169,7 @@ def forward(
         input_ids, positions: int64 [T], contiguous.
         logits_indices: int64 [K], the tokens whose logits are computed.
         hidden_indices: int64 [P], the tokens whose hidden states after the final norm are returned.
+        adapters: of the tokens; None: none has one.
 
     Returns:
         float32 [K, vocab_size] and [P, hidden_size].
@@ -162,6 +187,8 @@ def forward(
         hidden_indices.data_ptr(),
         len(hidden_indices),
         hidden.data_ptr(),
+        None if adapters is None else adapters.of_token.data_ptr(),
+        0 if adapters is None else adapters.inner,
         torch.get_num_threads(),
     )
     return logits, hidden

@@ -1,8 +1,9 @@
 // Product of rows of activations and the packed panels of a linear layer, blocked for registers.
 #pragma once
 
-#include "cpu_simd.h"
+#include "cpu_expand.h"
 #include "cpu_ops.h"
+#include "cpu_simd.h"
 
 namespace inflight {
 namespace INFLIGHT_ISA {
@@ -110,8 +111,9 @@ INFLIGHT_INLINE void store_activations(char* to, int32_t dtype, int64_t at, Vec 
   store_some(reinterpret_cast<float*>(to) + at, x, count);
 }
 
-// Apply bias and gate to a block's tile and store the result.
+// Apply adapters, bias and gate to a block's tile and store the result.
 inline void finish_block(const Linear& linear, const Block& block, const Result& result) {
+  if (result.deltas != nullptr) add_deltas(result.deltas + block.row, result.part, block.rows, block.panel, block.tile);
   const int64_t width = linear.panel_results(), first = block.panel * width, num_results = linear.num_results();
   for (int m = 0; m < block.rows; ++m) {
     const float* from = block.tile + m * kPanel;

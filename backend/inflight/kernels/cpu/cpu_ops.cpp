@@ -140,12 +140,13 @@ void inflight_ops_linear(const Linear* linear, const char* x, int64_t rows, int3
   run_linear(*linear, x, rows, dtype, out, threads);
 }
 
-// One forward pass.  logits: float32 [num_logits, vocabulary], of the tokens `logits_indices`.
+// One forward pass.  logits: float32 [num_logits, vocabulary], of the tokens `logits_indices`.  adapters: see Tokens.
 void inflight_ops_forward(const Decoder* decoder, const Batch* batch, const int64_t* input_ids,
                           const int64_t* positions, const int64_t* logits_indices, int64_t num_logits, float* logits,
-                          const int64_t* hidden_indices, int64_t num_hidden, float* hidden, int32_t threads) {
-  const Tokens tokens = {batch,  input_ids,      positions,  logits_indices, num_logits,
-                         logits, hidden_indices, num_hidden, hidden};
+                          const int64_t* hidden_indices, int64_t num_hidden, float* hidden,
+                          const Adapter* const* adapters, int64_t inner, int32_t threads) {
+  const Tokens tokens = {batch,  input_ids,      positions,  logits_indices, num_logits, logits,
+                         hidden_indices, num_hidden, hidden, adapters, inner};
   run_decoder(*decoder, tokens, threads);
 }
 

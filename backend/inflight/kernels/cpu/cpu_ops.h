@@ -105,6 +105,26 @@ struct Linear {
   }
 };
 
+// Half a panel of B, kPanel / 2 features, for some of the inputs; the others have no part in them.
+struct HalfPanel {
+  int64_t offset;  // of its numbers, [depth][kPanel / 2], in Expand::values
+  int32_t first;   // input
+  int32_t depth;   // inputs; 0: these features have no adapter
+};
+
+// B of an adapter (LoRA, arXiv:2106.09685), in the panels of the Linear whose outputs grow by it.  The scale is part of B.
+struct Expand {
+  const char* values;
+  const HalfPanel* halves;  // [panels of the Linear][2]
+  int32_t dtype;            // a float type
+};
+
+// What an adapter adds to a row of a product, before bias and gate: B of its `inner`, which is A x.
+struct Delta {
+  const Expand* parts;  // of the Linear and those behind it; null: nothing
+  const float* inner;
+};
+
 // Destination of a product: rows of activations, rows of float32, or added to rows of float32.
 enum class Into : int32_t { kActivations, kFloats, kResidual };
 
@@ -114,6 +134,8 @@ struct Result {
   int64_t stride;  // elements between rows
   float factor;    // applied to kFloats and kResidual
   int32_t dtype;   // of activations
+  const Delta* deltas = nullptr;  // [rows], or null
+  int64_t part = 0;               // of Delta::parts
 };
 
 // A group of a row's inputs, quantized to bytes: each is a byte times `scale`.

@@ -53,7 +53,7 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
         logits = logits.to(torch.float32, memory_format=torch.contiguous_format).contiguous()
     columns = columns.contiguous()
     bitmask = None if bitmask is None else np.ascontiguousarray(bitmask)
-    out = torch.zeros(len(logits), dtype=torch.int64)
+    out = np.zeros(len(logits), dtype=np.int64)
     hashes = token_hashes(logits.shape[-1], logits.device)
     draws = _Draws(
         logits.data_ptr(),
@@ -62,7 +62,7 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
         columns.data_ptr(),
         columns.stride(0),
         hashes.data_ptr(),
-        out.data_ptr(),
+        out.ctypes.data,
         None if bitmask is None else bitmask.ctypes.data,
         0 if bitmask is None else bitmask.shape[1],
         marks,
@@ -70,7 +70,7 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
     count = columns.shape[1]
     threads = max(1, min(torch.get_num_threads(), count, count * logits.shape[-1] // _LOGITS_PER_THREAD))
     library().inflight_sampler_choose(ctypes.byref(draws), count, threads)
-    return out
+    return torch.from_numpy(out)
 
 
 class CpuSampling(ReferenceSampling):

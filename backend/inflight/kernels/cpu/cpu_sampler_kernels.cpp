@@ -213,7 +213,9 @@ class Row {
       for (; i + kLanes <= end; i += kLanes) {
         IntVec hashes;
         __builtin_memcpy(&hashes, hashes_ + i, sizeof hashes);
-        uint32_t lanes = lanes_up_to(noise_bits(hashes, UintVec{} + key_, UintVec{} + offset_), limit);
+        const IntVec bits = noise_bits(hashes, UintVec{} + key_, UintVec{} + offset_);
+        uint32_t lanes = lanes_up_to(bits, limit);
+        if (lanes != 0) lanes &= lanes_to_beat(best, bits, load(x_ + i));
         for (; lanes != 0; lanes &= lanes - 1) consider(i + __builtin_ctz(lanes));
       }
       for (; i < end; ++i) consider(i);
@@ -318,6 +320,16 @@ class Row {
     if (margin > 3.5) return kEnd;                          // the largest is below 24
     const double bits = -std::expm1(-exponential(margin)) / kToUnit * (1.0 + 1e-6) + 2.0;
     return bits < kEnd ? int32_t(bits) : kEnd;
+  }
+
+  // A bit for each lane whose own logit can reach the score `best` with these noise_bits; a bit too many costs an exact
+  // score.  The exponential variate, at least u, must be below exp(x * scale - best).  That exponent is taken from the
+  // largest logit, so that float32 has room for it at any temperature.
+  INFLIGHT_INLINE uint32_t lanes_to_beat(double best, IntVec bits, Vec x) const {
+    constexpr float kLog2E = 1.4426950408889634f;
+    const float from_top = float((double(top_) * scale_ - best) * kLog2E);
+    const Vec bound = exp2<true>((x - top_) * float(scale_ * kLog2E) + from_top);
+    return lanes_from(bound * (1.0f + 1e-4f) - __builtin_convertvector(bits, Vec) * kToUnit, 0.0f);
   }
 
   const float* x_ = nullptr;

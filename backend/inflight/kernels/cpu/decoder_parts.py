@@ -1,7 +1,7 @@
 """A decoder's tables as plain values and tensors, and back: what a file can hold of them.
 
-Nothing here knows how weights are packed: a `PackedWeight` is its attributes, and each pointer of its struct is one of
-its tensors, or null.  So a new format of weights needs no change here.
+Nothing here knows how weights are packed: a `PackedWeight` is its attributes, and each pointer of its struct leads to
+one of its tensors or to another such weight, or is null.  So a new format of weights needs no change here.
 """
 
 from __future__ import annotations
@@ -74,16 +74,23 @@ def _frozen(value: Any, tensors: list[Tensor]) -> Any:
 
 def _packed_parts(weight: PackedWeight, tensors: list[Tensor]) -> dict[str, Any]:
     attributes = {name: value for name, value in vars(weight).items() if name not in ("struct", "address")}
-    names = {value.data_ptr(): name for name, value in attributes.items() if isinstance(value, Tensor)}
+    names = {address: name for name, value in attributes.items() if (address := _address(value))}
     struct: dict[str, Any] = {}
     for name, kind, *_ in LinearStruct._fields_:
         value = getattr(weight.struct, name)
         if kind is ctypes.c_void_p and value:
             if value not in names:
-                raise TypeError(f"the pointer {name} of a packed weight leads to no tensor of it")
+                raise TypeError(f"the pointer {name} of a packed weight leads to no part of it")
             value = names[value]
         struct[name] = value
     return {"struct": struct, **{name: _frozen(value, tensors) for name, value in attributes.items()}}
+
+
+def _address(part: Any) -> int | None:
+    """Where the kernel finds a part of a packed weight; None if it has no such thing."""
+    if isinstance(part, PackedWeight):
+        return part.address
+    return part.data_ptr() if isinstance(part, Tensor) else None
 
 
 def _thawed(values: dict[str, Any], tensors: Sequence[Tensor]) -> dict[str, Any]:
@@ -103,7 +110,7 @@ def _thaw(value: Any, tensors: Sequence[Tensor]) -> Any:
     vars(weight).update(_thawed(parts, tensors))
     for name, *_ in LinearStruct._fields_:
         if isinstance(struct[name], str):
-            struct[name] = getattr(weight, struct[name]).data_ptr()
+            struct[name] = _address(getattr(weight, struct[name]))
     weight.struct = LinearStruct(**struct)
     weight.address = ctypes.addressof(weight.struct)
     return weight

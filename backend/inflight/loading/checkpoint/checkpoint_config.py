@@ -9,7 +9,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from inflight.config import ConfigError, EngineConfig
-from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file, snapshot
+from inflight.gguf.hub_names import listed
+from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file, gguf_names, snapshot
 from inflight.loading.checkpoint.headless import is_headless
 from inflight.loading.load_errors import LoadError, in_one_line
 
@@ -23,8 +24,10 @@ def read_config(config: EngineConfig) -> Any:
         LoadError: it cannot be read.
     """
     try:
-        checkpoint_file(config.model, "config.json", config.revision)  # says in seconds that the hub does not answer
-        source = config.model if gguf_file(config.model) is None else str(snapshot(config.model))
+        file = gguf_file(config.model, config.revision)  # each says in seconds that the hub does not answer
+        if checkpoint_file(config.model, "config.json", config.revision) is None:
+            raise LoadError(f"model={config.model!r} has no config.json{_gguf_files(config)}")
+        source = config.model if file is None else str(snapshot(config.model, config.revision))
     except CheckpointFileError as error:
         raise LoadError(str(error)) from None
     try:
@@ -34,6 +37,12 @@ def read_config(config: EngineConfig) -> Any:
     if is_headless(config):  # the logits of its embedding mean nothing, but the model can be checked as any other
         found.tie_word_embeddings = found.get_text_config(decoder=True).tie_word_embeddings = True
     return found
+
+
+def _gguf_files(config: EngineConfig) -> str:
+    """Names of GGUF files to give instead, if the checkpoint has any, for a message."""
+    names = gguf_names(config.model, config.revision)
+    return f", only GGUF files; give {config.model}/FILE, which is one of {listed(names)}" if names else ""
 
 
 def dtype_of(name: str, text_config: Any) -> torch.dtype:

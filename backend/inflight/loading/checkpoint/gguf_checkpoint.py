@@ -52,7 +52,7 @@ def load_gguf(config: EngineConfig, hf_config: Any, dtype: torch.dtype, device: 
     Raises:
         LoadError: the file is damaged, or contradicts its own metadata; by the name of a tensor.
     """
-    file = gguf_file(config.model)
+    file = gguf_file(config.model, config.revision)
     if file is None:
         raise LoadError(
             f"{config.model!r} has quant_method='gguf' in its config.json, and is no file; give the GGUF file itself"

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 
 from inflight.config import EngineConfig
-from inflight.hub import CheckpointFileError, checkpoint_file
+from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file
 from inflight.loading.checkpoint.tensor_files import TensorFiles
 from inflight.loading.load_errors import LoadError
 
@@ -69,9 +68,9 @@ def text_of(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def tensors_of(config: EngineConfig) -> TensorFiles:
     """Of safetensors files; none of others, nor of a GGUF file."""
-    if Path(config.model).is_file():
-        return TensorFiles("")
     try:
+        if gguf_file(config.model, config.revision) is not None:
+            return TensorFiles("")
         return TensorFiles(config.model, config.revision)
     except (SafetensorError, ValueError, OSError):
         return TensorFiles("")

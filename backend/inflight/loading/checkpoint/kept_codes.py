@@ -45,7 +45,7 @@ def saved_by_codes(
         stored: the checkpoint's tensors; those of a GGUF file are read from it.
     """
     on_cpu = keeps_codes(config, device)
-    file = gguf_file(config.model)
+    file = gguf_file(config.model, config.revision)
     if file is not None:
         return _of_blocks(file, model) if on_cpu else 0
     if not on_cpu and not int4_linear.stays_in_codes(config.quantization, device, dtype):

@@ -83,7 +83,7 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
 
 def _is_dequantised(config: EngineConfig) -> bool:
     """Whether weights take more memory than their files say; or there are none."""
-    if config.load_format == "dummy" or gguf_file(config.model) is not None:
+    if config.load_format == "dummy" or gguf_file(config.model, config.revision) is not None:
         return True
     return any(_CODES.search(name) or stored.code == "I8" for name, stored in _stored(config).items())
 

@@ -8,7 +8,7 @@ Whatever remains different (a multiplier) shows in the check at load, which comp
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -37,6 +37,9 @@ class NativeDecoder:
     """Called like the transformers model that it replaces, in a forward context of `CpuAttention`.
 
     Implements `ForwardPass`; its head runs with the decoder.
+
+    Attributes:
+        adapters: of the tokens of the next call; None: none has one.
     """
 
     yields_hidden = True
@@ -44,6 +47,7 @@ class NativeDecoder:
     head: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, tables: native.DecoderTables, attention: list[LayerAttention]) -> None:
+        self.adapters: native.StepAdapters | None = None
         self.tables = tables
         self.attention = attention  # owns the KV pool, whose address is in the tables
         self.dtype = tables.embedding.dtype
@@ -67,7 +71,9 @@ class NativeDecoder:
         if isinstance(logits_to_keep, int):
             logits_to_keep = torch.arange(input_ids.shape[1])[-logits_to_keep:]
         tokens = input_ids[0], position_ids[0]
-        logits, hidden = native.forward(self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep)
+        logits, hidden = native.forward(
+            self.tables, current_batch(), *tokens, logits_to_keep, hidden_to_keep, self.adapters
+        )
         return SimpleNamespace(logits=logits[None], hidden=hidden)
 
     def run(
@@ -158,8 +164,9 @@ def _pack(
         undone.append(together[1])
         return together[0]
 
+    paths = {module: path for path, module in model.named_modules()}
     tables = native.DecoderTables(
-        layers=[_layer_tables(layer, pack) for layer in decoder.layers],
+        layers=[_layer_tables(layer, pack, paths) for layer in decoder.layers],
         embedding=decoder.embedding.weight.data.clone(),  # so that nothing refers to the mapped file
         inverse_frequencies=angles.inverse_frequencies,
         rotary_scaling=angles.scaling,
@@ -178,7 +185,9 @@ def _pack(
     return NativeDecoder(tables, [layer.attention.layer for layer in decoder.layers]), undo
 
 
-def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> native.LayerTables:
+def _layer_tables(
+    layer: DecoderLayer, pack: Callable[..., PackedWeight], paths: Mapping[nn.Module, str]
+) -> native.LayerTables:
     attention, norms = layer.attention, layer.attention.norms
     assert isinstance(attention.layer.cache, CpuKVCache)
     return native.LayerTables(
@@ -192,6 +201,7 @@ def _layer_tables(layer: DecoderLayer, pack: Callable[..., PackedWeight]) -> nat
         key_norm=None if norms is None else _floats(norms.key_weight),
         attention=attention.layer.cache.address,
         rotary=attention.rotary,
+        modules=[paths[linear] for linear in (*attention.qkv.linears, attention.output, *linears_of(layer.mlp))],
     )
 
 

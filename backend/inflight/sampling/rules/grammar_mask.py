@@ -35,6 +35,7 @@ class GrammarMask:
 
     Attributes:
         grammars: set by `grammar_rule`.
+        eos_token_ids: of the checkpoint.
     """
 
     is_mask: ClassVar[bool] = True
@@ -47,6 +48,7 @@ class GrammarMask:
         self._sequences: list[Grammar | None] = [None] * max_num_seqs
         self._ignores_eos = np.zeros(max_num_seqs, dtype=bool)
         self._not_eos = np.full(mask_words(vocab_size), 2**32 - 1, dtype=np.uint32)
+        self.eos_token_ids: set[int] = set()
         self._overlaps = device.type != "cpu"
         self._thread: ThreadPoolExecutor | None = None
         self._filling: Future[np.ndarray] | None = None
@@ -59,6 +61,7 @@ class GrammarMask:
             return False
         self._sequences[slot] = self.grammars.walk(sequence, params.grammar)
         self._ignores_eos[slot] = params.ignore_eos
+        self.eos_token_ids.update(eos_token_ids)
         for token in eos_token_ids:
             self._not_eos[token // 32] &= np.uint32(2**32 - 1 - 2 ** (token % 32))
         return True
@@ -67,14 +70,16 @@ class GrammarMask:
         self._wait()  # a step that failed never applied its mask
         jobs = []
         firsts = np.flatnonzero(batch.positions == batch.first_positions)
-        ends = np.append(firsts[1:], len(batch.rows))
-        for row, end in zip(firsts.tolist(), ends.tolist()):
-            slot, first = int(batch.slots[row]), int(batch.first_positions[row])
+        slots, starts = batch.slots[firsts].tolist(), batch.first_positions[firsts].tolist()
+        prompts, rows = batch.num_prompt_tokens[firsts].tolist(), firsts.tolist()
+        for slot, start, prompt, row, end in zip(slots, starts, prompts, rows, [*rows[1:], len(batch.rows)]):
             sequence = self._sequences[slot]
             assert sequence is not None
-            tokens = batch.token_ids[slot]
-            sequence.advance(tokens[batch.num_prompt_tokens[row] + sequence.num_tokens : first].tolist())
-            jobs.append(MaskJob(sequence, row, tokens[first : first + end - row - 1].tolist()))
+            known = prompt + sequence.num_tokens
+            if known < start:  # else the drafter has brought it here
+                sequence.advance(batch.token_ids[slot, known:start].tolist())
+            drafts = batch.token_ids[slot, start : start + end - row - 1].tolist() if end - row > 1 else ()
+            jobs.append(MaskJob(sequence, row, drafts))
         ignores_eos = self._ignores_eos[batch.slots]
         if not self._overlaps:
             return LateMask(batch.ops, batch.rows, jobs, ignores_eos, self)
@@ -92,10 +97,6 @@ class GrammarMask:
             rows = ignores_eos & going_on.any(axis=1)
             bitmask[rows] = going_on[rows]
         return bitmask
-
-    def is_eos(self, token_ids: np.ndarray) -> np.ndarray:
-        """bool [n], for int64 [n]."""
-        return (self._not_eos[token_ids // 32] >> (token_ids % 32).astype(np.uint32)) & 1 == 0
 
     def _wait(self) -> None:
         if self._filling is not None:
@@ -148,16 +149,18 @@ class LateMask(Mask):
         self._rule = rule
 
     def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
-        chosen = token_ids[self.rows].clip(min=0)  # a row without a token stays without one
-        is_certain = (certain[self.rows] & ~(self._ignores_eos & self._rule.is_eos(chosen))).tolist()
-        tokens = chosen.tolist()
+        rows, ignores_eos, eos_token_ids = self.rows.tolist(), self._ignores_eos.tolist(), self._rule.eos_token_ids
+        chosen, is_certain = token_ids.tolist(), certain.tolist()
+        tokens = [max(chosen[row], 0) for row in rows]  # a row without a token stays without one
         jobs: list[MaskJob] = []
         places: list[int] = []
         for job in self.jobs:
-            here = slice(job.row, job.row + 1 + len(job.draft_token_ids))
-            if not (all(is_certain[here]) and job.grammar.allows(job.draft_token_ids, tokens[here])):
-                jobs.append(job._replace(row=len(places)))
-                places += range(here.start, here.stop)
+            grammar, first, drafts = job
+            here = range(first, first + 1 + len(drafts))
+            is_open = any(not is_certain[rows[i]] or (ignores_eos[i] and tokens[i] in eos_token_ids) for i in here)
+            if is_open or not grammar.allows(drafts, tokens[first : here.stop]):
+                jobs.append(MaskJob(grammar, len(places), drafts))
+                places += here
         if not jobs:
             return None
         return LateMask(self.ops, self.rows[places], jobs, self._ignores_eos[places], self._rule)

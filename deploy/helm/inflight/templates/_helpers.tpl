@@ -122,14 +122,26 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- end }}
 {{- end }}
 
+{{/* Not empty: the model has a multi_lora.json. */}}
+{{- define "inflight.hasAdapters" -}}
+{{- if or .Values.model.adapters (eq (toString .Values.model.settings.enable_lora) "true") }}yes{{ end }}
+{{- end }}
+
 {{- define "inflight.modelJson" -}}
 {{- $own := dict "model" (include "inflight.checkpoint" .) "drain_timeout" .Values.drain.seconds }}
 {{- if and (eq .Values.model.source "hub") .Values.model.hub.revision }}
 {{- $_ := set $own "revision" .Values.model.hub.revision }}
 {{- end }}
+{{- if .Values.kv.secret.name }}
+{{- $_ := set $own "kv_store_secret_file" "/etc/inflight-kv/secret" }}
+{{- end }}
+{{- $from := dict "drain_timeout" "drain.seconds" "kv_store_secret_file" "kv.secret" }}
+{{- if and .Values.model.adapters (not (hasKey .Values.model.settings "enable_lora")) }}
+{{- $_ := set $own "enable_lora" true }}
+{{- end }}
 {{- range $key, $_ := .Values.model.settings }}
 {{- if hasKey $own $key }}
-{{- fail (printf "model.settings.%s: the chart sets this key, from %s" $key (ternary "drain.seconds" "model.source" (eq $key "drain_timeout"))) }}
+{{- fail (printf "model.settings.%s: the chart sets this key, from %s" $key (get $from $key | default "model.source")) }}
 {{- end }}
 {{- end }}
 {{- merge $own .Values.model.settings | toPrettyJson }}
@@ -137,7 +149,8 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 
 {{/* Equal for pods that give the same answers: they may go on with each other's streams. */}}
 {{- define "inflight.peers" -}}
-{{- printf "%s %s" (include "inflight.modelJson" .) (include "inflight.image" .) | sha256sum | trunc 8 }}
+{{- $adapters := ternary (toJson .Values.model.adapters) "" (not (empty .Values.model.adapters)) }}
+{{- printf "%s %s%s" (include "inflight.modelJson" .) (include "inflight.image" .) $adapters | sha256sum | trunc 8 }}
 {{- end }}
 
 {{/* The host name of such pods of a Deployment: a part of their address behind the headless Service, whose name stays. */}}
@@ -201,6 +214,9 @@ v{{ include "inflight.peers" . }}
 {{- end }}
 {{- if and $v.cache.perReplica $v.cache.existingClaim }}
 {{- fail "cache.perReplica and cache.existingClaim: choose one" }}
+{{- end }}
+{{- if and $v.kv.size $v.kv.existingClaim }}
+{{- fail "kv.size and kv.existingClaim: choose one" }}
 {{- end }}
 {{- if and (eq $v.workload.kind "Deployment") (has (include "inflight.maxSurge" .) (list "0" "0%")) (has (include "inflight.maxUnavailable" .) (list "0" "0%")) }}
 {{- fail "workload.maxSurge and workload.maxUnavailable are both 0: a rollout could not begin" }}

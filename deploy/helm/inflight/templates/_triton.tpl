@@ -96,7 +96,16 @@
     # for models.
     - {name: model, mountPath: "/repository/{{ $model.name }}/config.pbtxt", subPath: config.pbtxt, readOnly: true}
     - {name: model, mountPath: "/repository/{{ $model.name }}/1/model.json", subPath: model.json, readOnly: true}
+    {{- if include "inflight.hasAdapters" . }}
+    - {name: model, mountPath: "/repository/{{ $model.name }}/1/multi_lora.json", subPath: multi_lora.json, readOnly: true}
+    {{- end }}
     - {name: cache, mountPath: /var/cache/inflight}
+    {{- if or .Values.kv.size .Values.kv.existingClaim }}
+    - {name: kv, mountPath: /var/lib/inflight-kv}
+    {{- end }}
+    {{- if .Values.kv.secret.name }}
+    - {name: kv-secret, mountPath: /etc/inflight-kv, readOnly: true}
+    {{- end }}
     - {name: shm, mountPath: /dev/shm}
     - {name: triton-tmp, mountPath: /tmp}
     {{- if or (eq $model.source "pvc") (eq $model.source "image") }}

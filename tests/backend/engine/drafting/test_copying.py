@@ -72,6 +72,16 @@ def test_the_longest_match_is_copied() -> None:
     ngram = LookupGuesser(SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=2))
     found = guess(ngram, request(text), 5)
     assert (found.tokens, found.match) == ([8, 8, 8, 2, 3], 2), "the latest of the matches that count as equal"
+    ngram = LookupGuesser(SpeculativeConfig(method="ngram", prompt_lookup_min=2, prompt_lookup_max=3))
+    assert guess(ngram, request(text), 5).tokens == [5, 6, 9, 9, 3], "an earlier one, which is longer"
+
+
+def test_a_long_match_counts_as_what_it_is() -> None:
+    """Beyond the longest one that is searched for: launched ahead, no draft after five tokens would be worth it."""
+    ngram = LookupGuesser(SpeculativeConfig(method="ngram"))
+    copied = list(range(100, 120))
+    assert guess(ngram, request([*copied, 1, 2, *copied])).match == 16
+    assert guess(ngram, request([*copied, 1, 2, *copied[-7:]])).match == 7
 
 
 def test_nothing_is_guessed_where_nothing_matches() -> None:

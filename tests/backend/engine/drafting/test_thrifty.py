@@ -131,6 +131,17 @@ def gain(kind: str, count: int, machine: Machine, steps: int = 100) -> tuple[flo
     return emitted / seconds * plain_seconds / plain_emitted, drafted
 
 
+@pytest.mark.parametrize("method", ["suffix", "ngram"])
+def test_copies_are_drafted_while_a_token_is_still_unknown(method: str) -> None:
+    """As where steps are launched ahead: the row sits out a step, and the first token of the guess is no draft."""
+    drafter = AdaptiveDrafter(LookupGuesser(SpeculativeConfig(method=method)), 8, clock=lambda: 0.0)
+    copied = Request(0, text("copies", 1)[:250], SamplingParams(max_tokens=50))
+    copied.token_ids.extend(copied.token_ids[100:101])
+    copied.num_tokens += 1
+    drafter.step_begins([copied])
+    assert drafter.propose(copied, 1, 8) == text("copies", 1)[102:110]
+
+
 def test_text_that_is_copied_comes_several_times_as_fast() -> None:
     assert gain("copies", 1, reads_weights)[0] > 6
     assert gain("copies", 8, reads_weights)[0] > 4

@@ -410,6 +410,46 @@ def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_mo
         assert one.wait().error == ("UNAVAILABLE", "the model is being unloaded")
 
 
+def test_the_engine_loads_while_the_tokenizer_does_and_ends_if_there_is_none(
+    tmp_path: Path, triton_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order is the point: the engine is told to begin before the chat template is read."""
+    module = sys.modules["inflight.model"]
+    (tmp_path / "model.json").write_text('{"model": "nowhere"}')
+    module.pb_utils.get_model_dir = lambda: str(tmp_path)
+    events: list[str] = []
+    supervisor = types.SimpleNamespace(begin=lambda: events.append("begin"), stop=lambda: events.append("stop"))
+    monkeypatch.setattr(module, "Supervisor", lambda *_, **__: supervisor)
+    monkeypatch.setattr(module, "find_group", lambda *_: None)
+    monkeypatch.setattr(module, "close_inherited_sockets", lambda: None)
+    monkeypatch.setattr(module, "bridge", types.SimpleNamespace(check_numpy=int, name_log=str, log=print))
+
+    def load(*_: Any, **__: Any) -> None:
+        events.append("template")
+        raise ValueError("no template")
+
+    monkeypatch.setattr(module.ChatTemplate, "load", load)
+    with pytest.raises(ValueError, match="no template"):
+        triton_model.initialize(
+            {
+                "model_config": '{"backend": "inflight"}',
+                "model_name": "tiny",
+                "model_instance_kind": "CPU",
+                "model_instance_device_id": "0",
+            }
+        )
+    assert events == ["begin", "template", "stop"]
+
+
+def test_a_stop_while_the_engine_loads_ends_it(tmp_path: Path) -> None:
+    rig = SupervisorRig(tmp_path / "control.json")
+    rig.order(start="hang")
+    rig.supervisor.begin()
+    engine = wait_for(lambda: rig.supervisor._engine_process)
+    rig.supervisor.stop()
+    assert not Path(f"/proc/{engine.pid}").exists()
+
+
 def test_triton_is_told_that_a_model_is_ready_while_it_serves(tmp_path: Path, triton_model: Any) -> None:
     """Triton 24.10 does not ask; later releases call `is_ready` and insist on a bool."""
     rig = SupervisorRig(tmp_path / "control.json").start()

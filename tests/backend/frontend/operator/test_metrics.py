@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
+from inflight.engine.deltas import SequenceDelta, StepStats, TierStats, TierTotals, TokenColumns
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import EngineReady, StepMessage
 from inflight.frontend.operator import metrics as module
@@ -438,3 +438,31 @@ def test_an_instance_that_leaves_zeroes_its_gauges_and_the_next_one_sets_them_ag
     new.metrics.stop()
     assert old["inflight_kv_blocks_free"] == old[info] == 0
     assert counted == old["inflight_batch_size_count"] == 2, "counters go on"
+
+
+def test_each_kv_tier_has_its_metrics_once_the_engine_has_it(rig: Rig) -> None:
+    def totals(hits: int, loaded: int, errors: dict[str, int]) -> TierTotals:
+        disk = TierStats("disk", True, 3000, loaded / 8, loaded, 20, 1, errors)
+        return TierTotals(100, hits, [disk, TierStats("redis-2", False, 0, 0.0, 0, 0, 0, {})])
+
+    rig.step(kv_tiers=None)
+    rig.metrics.publish()
+    assert not any("kv_tier" in name for name in rig.made)
+    rig.step(kv_tiers=totals(40, 8, {"corrupt": 2}))
+    rig.step(kv_tiers=totals(60, 12, {"corrupt": 2, "io": 1}))
+    rig.metrics.engine_down()
+    rig.step(kv_tiers=totals(5, 4, {"io": 1}))
+    rig.metrics.publish()
+    assert {name: value for name, value in rig.nonzero.items() if "tier" in name or "external" in name} == {
+        "vllm:external_prefix_cache_queries_total": 200,
+        "vllm:external_prefix_cache_hits_total": 65,
+        'inflight_kv_tier_bytes{tier="disk"}': 3000,
+        'inflight_kv_tier_load_seconds_sum{tier="disk"}': 2.0,
+        'inflight_kv_tier_load_seconds_count{tier="disk"}': 16,
+        'inflight_kv_tier_stored_total{tier="disk"}': 40,
+        'inflight_kv_tier_dropped_total{tier="disk"}': 2,
+        'inflight_kv_tier_errors_total{tier="disk",why="corrupt"}': 2,
+        'inflight_kv_tier_errors_total{tier="disk",why="io"}': 2,
+    }
+    rig.metrics.stop()
+    assert rig['inflight_kv_tier_bytes{tier="disk"}'] == 0

@@ -193,6 +193,7 @@ def test_the_facts() -> None:
         "labels": [],
         "fim_template": None,
         "fim_stop_token_ids": [],
+        "adapters": None,
     }
     told = ask("model", of=make(ChatTemplate(HERMES)))
     assert (told["tool_format"], told["reasoning_tags"]) == ("hermes", ["<think>", "</think>"])

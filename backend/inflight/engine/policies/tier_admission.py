@@ -1,0 +1,200 @@
+"""Requests start once their KV has come from a tier, where that is faster than computing it.  No torch.
+
+    asked once            full extents behind the cached prefix: which tier seems to have them?
+    while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it
+    in any other case     as if there were no tier: what has come is used, the rest is computed
+
+No request waits longer than computing would have taken, and none that computes in a few milliseconds asks at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass, field
+
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.policies.base import AdmissionPolicy, NotYet
+from inflight.engine.policies.cost_model import OnlineStepCost, step_load
+from inflight.engine.request import Request
+from inflight.engine.tiers.loads import Loads
+from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiers import ExtentLoad
+
+__all__ = ["TierAdmission"]
+
+_WORTH = 0.8  # a load may take so much of the time to compute the same
+_FEW_SECONDS = 0.003  # to compute: no tier is asked for less
+_UNMEASURED_SECONDS = 5e-4  # to compute a token on a CPU, until a prompt of some length has been
+_MEASURED_TOKENS = 64
+_LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
+_LONGEST_WAIT = 60.0
+_MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
+_OTHER_WAIT_SECONDS = 15.0  # a request held for something else, whose time runs out, does not wait for a tier
+_EVERY = 8  # of the steps without prompts are learned from
+
+
+@dataclass(slots=True, eq=False)
+class _Visit:
+    """A waiting request's one look at the tiers.
+
+    Attributes:
+        count: extents that the request has.
+        until: when computing would have ended.
+        order: the tiers that are still to be asked.
+        asked: the one that is asked, and its answer.
+        places: extent -> the tier that seems to have it.
+        end: extents before this one are in `places` or cached.
+        loads: extent -> its load.
+    """
+
+    count: int
+    end: int
+    until: float
+    order: Iterator[Tier]
+    asked: tuple[Tier, Future[int]] | None = None
+    places: dict[int, Tier] = field(default_factory=dict)
+    loads: dict[int, ExtentLoad] = field(default_factory=dict)
+    is_over: bool = False
+
+
+class TierAdmission(EngineListener):
+    """Implements `AdmissionPolicy`: `inner`, whose requests that may start wait for their KV, if that pays."""
+
+    def __init__(self, inner: AdmissionPolicy, loads: Loads) -> None:
+        self._inner = inner
+        self._loads = loads
+        self._tiers = loads.tiers
+        self._visits: dict[Request, _Visit] = {}
+        self._num_waiting = 0  # visits that are not over
+        self._cost = OnlineStepCost()
+        self._num_steps = 0
+
+    def admits(
+        self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
+    ) -> bool | NotYet:
+        answer = self._inner.admits(request, prefix, running, pool)
+        if answer is not True:
+            return answer
+        visit = self._visits.get(request)
+        if visit is None:
+            visit = self._visits[request] = self._visit(request, prefix)
+            self._num_waiting += not visit.is_over
+        if not visit.is_over:
+            if self._is_coming(visit, request, prefix):
+                return NotYet("its KV from a tier", 1e9)  # `until` is sooner
+            self._end(visit)
+        return True
+
+    def step_begins(self, running: Sequence[Request]) -> None:
+        if self._tiers.loads:
+            self._loads.poll()
+
+    def step_done(self, step: DoneStep) -> None:
+        out = step.out
+        self._num_steps += 1
+        if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
+            self._cost.observe(step_load(out), step.result.ended - step.result.started)
+
+    def left(self, request: Request) -> None:
+        """If it was preempted, it looks again."""
+        self._forget(request)
+
+    def ended(self, request: Request) -> None:
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        visit = self._visits.pop(request, None)
+        if visit is not None and not visit.is_over:
+            self._end(visit)
+
+    def _end(self, visit: _Visit) -> None:
+        visit.is_over = True
+        self._num_waiting -= 1
+        for load in visit.loads.values():
+            self._loads.leave(load)
+
+    def _visit(self, request: Request, prefix: Sequence[int]) -> _Visit:
+        pool, now = self._loads.pool, self._loads.clock()
+        size = self._tiers.extent_blocks
+        count = (request.num_tokens - 1) // pool.block_size // size
+        first = len(prefix) // size
+        seconds = self._compute_seconds(len(prefix), count * size) if count > first else 0.0
+        tiers = list(self._tiers.tiers)
+        visit = _Visit(count, first, now + min(seconds, _LONGEST_WAIT), iter(tiers + tiers[:-1]))
+        has_logprobs = request.params.prompt_logprobs is not None
+        visit.is_over = (
+            seconds < _FEW_SECONDS
+            or not request.caches_blocks
+            or (has_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens)
+            or self._num_waiting >= _MOST_WAITING
+            or not (self._loads.are_possible and self._tiers.is_open)
+            or (request.held_until is not None and request.held_until - now < _OTHER_WAIT_SECONDS)
+        )
+        if not visit.is_over:
+            pool.hashes(request, count * size)
+            self._tiers.num_queries += count * size * pool.block_size - len(prefix) * pool.block_size
+        return visit
+
+    def _is_coming(self, visit: _Visit, request: Request, prefix: Sequence[int]) -> bool:
+        """Whether to wait; starts what can be started."""
+        size, now = self._tiers.extent_blocks, self._loads.clock()
+        first = len(prefix) // size
+        if now >= visit.until:
+            return False
+        if not self._has_looked(visit, request):
+            return True
+        missing = range(first, visit.end)
+        for extent in missing:
+            load = visit.loads.get(extent)
+            if load is None:
+                tier = visit.places.get(extent)
+                if tier is None:  # it was cached, and has been evicted
+                    visit.end = extent
+                    break
+                load = self._loads.start(tier, request.block_hashes, extent * size, prefix)
+                if load is None:
+                    break
+                visit.loads[extent] = load
+            elif load.is_adopted is False or (load.is_adopted and extent == first):  # it failed, or was evicted again
+                visit.end = extent
+                break
+        missing = range(first, visit.end)
+        if not missing or not self._tiers.loads:
+            return False
+        tier = visit.places[missing[0]]
+        num_waiting = sum(extent not in visit.loads for extent in missing)
+        worth = _WORTH * self._compute_seconds(len(prefix), visit.end * size)
+        return self._loads.seconds(tier, num_waiting) < worth
+
+    def _has_looked(self, visit: _Visit, request: Request) -> bool:
+        """Ask the tiers one by one which extents they have; whether all have answered."""
+        size, key_of = self._tiers.extent_blocks, self._tiers.seal.key_of
+        while visit.end < visit.count:
+            if visit.asked is None:
+                tier = next(visit.order, None)
+                if tier is None:
+                    break
+                if not tier.is_open:
+                    continue
+                extents = range(visit.end, visit.count)
+                hashes = request.block_hashes
+                visit.asked = tier, tier.find([key_of(hashes[extent * size + size - 1]) for extent in extents])
+            tier, answer = visit.asked
+            if tier.finds_at_once:
+                wait([answer], _LOOK_SECONDS)
+            if not answer.done():
+                return False
+            for _ in range(answer.result()):
+                visit.places[visit.end] = tier
+                visit.end += 1
+            visit.asked = None
+        return True
+
+    def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
+        """To compute the blocks of a request behind its first `num_cached`."""
+        size = self._loads.pool.block_size
+        if self._cost.largest_prefill < _MEASURED_TOKENS:
+            return (num_blocks - num_cached) * size * _UNMEASURED_SECONDS
+        return self._cost.cost.recompute_seconds(num_cached * size, num_blocks * size)

@@ -1,0 +1,84 @@
+"""The seam between the engine and what keeps KV beyond the pool: stores of extents.  No torch.
+
+An extent is `G` consecutive full KV blocks of a sequence, the first of them at a multiple of `G`.  Its key covers all
+tokens up to its end, their tenant and salts: equal keys mean equal content, for as long as model, options and program
+are the same.  These are the namespace, and a store is made for one.
+
+    engine    TierAdmission, TierWriter: what to load, and what to keep
+    Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`)
+    KVStore   bytes by key (`runner/stores/`)
+
+A store knows nothing of KV: an extent is a row of buffers, of which only the concatenation counts.  The first one is
+the seal, with a checksum of everything; the others are the blocks' bytes, one or more buffers for each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+__all__ = ["Frames", "KVBlocks", "KVStore", "TornError"]
+
+# C-contiguous buffers of bytes ("B"), in order.
+Frames = Sequence[memoryview]
+
+
+class TornError(Exception):
+    """There are fewer or more bytes under a key than the extent has; it was not written to its end."""
+
+
+class KVStore(Protocol):
+    """A medium that keeps extents: host memory, a folder, a server.
+
+    Its methods block.  They run in threads of the tier, several at once, never in the engine's thread.  They may raise
+    any exception: the tier counts it and takes it for a miss, and leaves the store alone for a while after three of
+    them.  An OSError says by its errno what happened (ENOSPC: full), a TimeoutError that the medium was too slow.
+
+    A store need not be right: it may lose, tear or change what it was given.  What it returns is verified against the
+    seal.  It must not touch a buffer after the call has returned, except where `store` says so.
+    """
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it holds; 0 if it cannot know."""
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        """How many of the leading `keys` it seems to have, without reading them."""
+
+    def load(self, key: bytes, frames: Frames) -> bool:
+        """Fill the writable `frames` with what is stored under this key; False if nothing is: it may have been evicted.
+
+        Otherwise, the contents of the buffers are undefined.
+
+        Raises:
+            TornError: it has another number of bytes, and can be dropped.
+        """
+
+    def store(self, key: bytes, frames: Frames) -> bool:
+        """Keep these bytes under this key, in place of what was there; evict what was not used for longest.
+
+        The buffers do not change any more, and the store can keep them.
+
+        Returns:
+            Whether it has them now.
+        """
+
+    def drop(self, key: bytes) -> None:
+        """Remove what is stored under this key, if anything is: it was damaged."""
+
+    def close(self) -> None:
+        """Release descriptors and connections; no other method is called any more."""
+
+
+class KVBlocks(Protocol):
+    """The bytes of the pool's blocks, on the device."""
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Of one block, in all layers."""
+
+    def frames(self, blocks: Sequence[int]) -> list[memoryview]:
+        """The blocks' memory, writable: layer after layer, within a layer in the order of `blocks`."""
+
+    def copy(self, blocks: Sequence[int]) -> memoryview:
+        """The same bytes in one buffer of their own; called in any thread."""

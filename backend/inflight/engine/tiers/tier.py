@@ -1,0 +1,327 @@
+"""A tier: a store with the threads that use it, its seal, its measured speed, and its circuit breaker.  No torch.
+
+The engine's thread never waits for a store.  It receives futures, which yield a miss for whatever went wrong.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import Full, Queue
+from typing import Any, Literal, Protocol
+
+from inflight.engine.deltas import TierStats
+from inflight.engine.tiers.base import Frames, KVStore, TornError
+from inflight.engine.tiers.seal import SEAL_BYTES, Seal
+
+__all__ = ["Tier", "Workers"]
+
+_log = logging.getLogger(__name__)
+
+_LOADERS = 2  # threads that read
+_MOST_WRITES = 64  # that wait; more are dropped
+_MOST_ERRORS = 3  # in a row, until the store is left alone
+_OFF_SECONDS = 30.0
+_STALLED_SECONDS = 1.0  # a read that takes longer: no other one is begun
+_PATIENCE = 4.0  # a read that is late by a second is expected to be late by so many
+_AT_ONCE_SECONDS = 1e-3
+_SMOOTHING = 0.25
+_REMEMBERED = 2**17  # keys; about 20 MB
+
+Why = Literal["corrupt", "torn", "full", "timeout", "io"]
+
+
+class Workers(Protocol):
+    """Do tasks in their order, beside the engine's thread.  A task raises nothing."""
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Do `work(*args)`; the future has its result, and can be cancelled until it begins."""
+
+    def offer(self, work: Callable[..., Any], *args: Any) -> bool:
+        """The same without a result; False if too many tasks wait, and then it is not done."""
+
+    def finish(self, seconds: float) -> bool:
+        """Take no more offers, and end the threads; whether all tasks are done within so many seconds."""
+
+
+class Tier:
+    """One of the places that keep extents, as the engine's thread sees it.
+
+    Args:
+        name: in the log and in metrics.
+        writes_second: keep an extent only when it is computed for the second time.
+        clock: seconds.
+        workers: makes so many threads of this name; so many tasks may wait, 0: any number.
+
+    Attributes:
+        errors: why a store failed -> how often.
+        load_seconds, num_loaded: of the extents that were read and verified.
+        num_stored, num_dropped: extents that it took, or that waited too long to be written.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        store: KVStore,
+        seal: Seal,
+        writes_second: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+        workers: Callable[[int, str, int], Workers] | None = None,
+    ) -> None:
+        workers = workers or _Threads
+        self.name = name
+        self.errors: Counter[str] = Counter()
+        self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
+        self._store = store
+        self._seal = seal
+        self._writes_second = writes_second
+        self._clock = clock
+        self._lock = threading.Lock()  # of what the threads count
+        self._began: dict[int, float] = {}  # thread -> when the read began that it is at
+        self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
+        self._errors_in_row, self._off_until = 0, float("-inf")
+        self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
+        self._writes = workers(1, f"{name}-write", _MOST_WRITES)
+        self._kept: OrderedDict[bytes, bool] = OrderedDict()  # True: it has the extent; False: it was computed once
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that the store holds, as far as it knows."""
+        return self._store.num_bytes
+
+    @property
+    def is_open(self) -> bool:
+        """Whether to ask it: it has not failed lately, and does not hang."""
+        now = self._clock()
+        return now >= self._off_until and self.age(now) < _STALLED_SECONDS
+
+    @property
+    def finds_at_once(self) -> bool:
+        """Whether its answers are worth a moment of the engine's thread."""
+        return self._find_seconds < _AT_ONCE_SECONDS and self.age(self._clock()) < _AT_ONCE_SECONDS
+
+    def age(self, now: float) -> float:
+        """Seconds that the longest read has taken that is not done."""
+        began = list(self._began.values())
+        return now - min(began) if began else 0.0
+
+    def seconds(self, count: int) -> float:
+        """Until `count` extents are read; what was never measured takes no time, and what hangs takes ever longer."""
+        each = self._extent_seconds
+        return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
+
+    def stats(self) -> TierStats:
+        """For metrics."""
+        with self._lock:
+            return TierStats(
+                tier=self.name,
+                is_open=self.is_open,
+                num_bytes=self.num_bytes,
+                load_seconds_total=self.load_seconds,
+                loaded_total=self.num_loaded,
+                stored_total=self.num_stored,
+                dropped_total=self.num_dropped,
+                errors_total=dict(self.errors),
+            )
+
+    def find(self, keys: Sequence[bytes]) -> Future[int]:
+        """How many of the leading `keys` it seems to have."""
+        return self._finds.submit(self._find, list(keys))
+
+    def load(self, key: bytes, frames: Frames) -> Future[bool]:
+        """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
+        return self._loads.submit(self._load, key, frames)
+
+    def wants(self, key: bytes) -> bool:
+        """Whether to store an extent that was just computed; counts how often it was."""
+        if self._clock() < self._off_until:
+            return False
+        kept = self._kept.get(key)
+        if kept is None and self._writes_second:
+            self._remember(key, False)
+            return False
+        return not kept
+
+    def store(self, key: bytes, copied: Callable[[], Frames | None]) -> None:
+        """Keep an extent.
+
+        Args:
+            copied: makes a copy of its bytes, in the tier's thread; None: they have changed.
+        """
+        if self._kept.get(key):
+            return
+        self._remember(key, True)
+        if not self._writes.offer(self._write, key, copied):
+            self.forget(key)
+            self.num_dropped += 1
+
+    def forget(self, key: bytes) -> None:
+        """It does not have this extent."""
+        with self._lock:
+            self._kept.pop(key, None)
+
+    def close(self, seconds: float) -> None:
+        """Finish the writes that wait, for so long at most; then close the store, unless it hangs."""
+        if self._writes.finish(seconds) and self._loads.finish(0.0) and self._finds.finish(0.0):
+            try:
+                self._store.close()
+            except Exception as error:
+                _log.warning("KV tier %s: %s: %s", self.name, type(error).__name__, error)
+
+    def _remember(self, key: bytes, kept: bool) -> None:
+        with self._lock:
+            self._kept[key] = kept
+            self._kept.move_to_end(key)
+            if len(self._kept) > _REMEMBERED:
+                self._kept.popitem(last=False)
+
+    def _find(self, keys: list[bytes]) -> int:
+        start = self._begin()
+        try:
+            found = min(len(keys), max(0, self._store.find(keys)))
+        except Exception as error:
+            self._failed(error)
+            return 0
+        finally:
+            took = self._end(start)
+        self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
+        for key in keys[:found]:
+            self._remember(key, True)
+        if found < len(keys):
+            self.forget(keys[found])
+        return found
+
+    def _load(self, key: bytes, frames: Frames) -> bool:
+        start, seal = self._begin(), bytearray(SEAL_BYTES)
+        try:
+            if not self._store.load(key, [memoryview(seal), *frames]):
+                self.forget(key)
+                return False
+            if not self._seal.is_of(seal, key, frames):
+                self.forget(key)
+                self._count("corrupt", "an extent was damaged, and is dropped")
+                self._store.drop(key)
+                return False
+        except Exception as error:
+            self.forget(key)
+            self._failed(error)
+            return False
+        finally:
+            took = self._end(start)
+        with self._lock:
+            self._errors_in_row = 0
+            self.num_loaded += 1
+            self.load_seconds += took
+            old = self._extent_seconds
+            self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
+        return True
+
+    def _write(self, key: bytes, copied: Callable[[], Frames | None]) -> None:
+        try:
+            frames = copied()
+            done = frames is not None and self._store.store(key, [memoryview(self._seal.made(key, frames)), *frames])
+        except Exception as error:
+            self._failed(error)
+            done = False
+        if not done:
+            self.forget(key)
+            return
+        with self._lock:
+            self._errors_in_row = 0
+            self.num_stored += 1
+
+    def _begin(self) -> float:
+        self._began[threading.get_ident()] = start = self._clock()
+        return start
+
+    def _end(self, start: float) -> float:
+        self._began.pop(threading.get_ident(), None)
+        return self._clock() - start
+
+    def _failed(self, error: Exception) -> None:
+        self._count(_why(error), f"{type(error).__name__}: {error}")
+
+    def _count(self, why: Why, what: str) -> None:
+        with self._lock:
+            self.errors[why] += 1
+            if self.errors[why] & (self.errors[why] - 1) == 0:  # the first, the second, the fourth
+                _log.warning("KV tier %s: %s (%d so far)", self.name, what, self.errors[why])
+            self._errors_in_row += 1
+            if self._errors_in_row >= _MOST_ERRORS:
+                self._off_until = self._clock() + _OFF_SECONDS
+                self._errors_in_row = _MOST_ERRORS - 1  # then one more error is enough
+
+
+def _why(error: Exception) -> Why:
+    try:
+        raise error
+    except TornError:
+        return "torn"
+    except TimeoutError:
+        return "timeout"
+    except OSError as failure:
+        return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
+    except Exception:
+        return "io"
+
+
+class _Threads:
+    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
+
+    Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
+    lock, and the engine's thread with it.
+    """
+
+    def __init__(self, count: int, name: str, most_tasks: int) -> None:
+        self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = Queue(most_tasks)
+        self._count, self._name, self._started, self._is_closed = count, name, False, False
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._start()
+        self._tasks.put((future, work, args))
+        return future
+
+    def offer(self, work: Callable[..., Any], *args: Any) -> bool:
+        if self._is_closed:
+            return False
+        self._start()
+        try:
+            self._tasks.put_nowait((Future(), work, args))
+        except Full:
+            return False
+        return True
+
+    def finish(self, seconds: float) -> bool:
+        self._is_closed = True
+        with self._tasks.all_tasks_done:
+            done = self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
+        for _ in range(self._count if done and self._started else 0):
+            self._tasks.put(None)
+        return done
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for _ in range(self._count):
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def _run(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """A function of its own: what a task refers to is large, and must not stay until the next one."""
+        task = self._tasks.get()
+        if task is None:
+            return False
+        future, work, args = task
+        if future.set_running_or_notify_cancel():
+            future.set_result(work(*args))
+        self._tasks.task_done()
+        return True

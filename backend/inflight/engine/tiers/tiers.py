@@ -1,0 +1,119 @@
+"""The tiers of an engine, the fastest first, and what all of them share.  No torch."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from inflight.engine.deltas import TierTotals
+from inflight.engine.tiers.base import Frames, KVBlocks
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
+
+__all__ = ["ExtentLoad", "Tiers"]
+
+_EXTENT_BYTES = 2**20
+_MOST_BLOCKS = 16  # of an extent
+
+
+@dataclass(eq=False)
+class ExtentLoad:
+    """An extent on its way into reserved blocks.
+
+    Attributes:
+        chain: hashes of the sequence's blocks, of which it is those from index `first` on.
+        blocks: reserved for it.
+        done: whether `blocks` contain it now, verified.
+        num_waiting: requests that wait for it.
+        is_adopted: its blocks are in the prefix cache, or were; None: it is on its way.
+    """
+
+    chain: Sequence[bytes]
+    first: int
+    blocks: list[int]
+    tier: Tier
+    done: Future[bool]
+    num_waiting: int = 0
+    is_adopted: bool | None = None
+
+
+@dataclass
+class Tiers:
+    """Belongs to the runner, whose blocks they fill: loads can outlive an engine core.
+
+    Attributes:
+        tiers: in the order in which they are asked.
+        blocks: of the device's pool.
+        seal: of the namespace.
+        extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
+        loads: in flight, by the hash of the extent's last block.
+        num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and those that were adopted.
+    """
+
+    tiers: Sequence[Tier]
+    blocks: KVBlocks
+    seal: Seal
+    loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
+    num_queries: int = 0
+    num_hits: int = 0
+    extent_blocks: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.extent_blocks = min(_MOST_BLOCKS, max(1, _EXTENT_BYTES // self.blocks.bytes_per_block))
+
+    @property
+    def reserved(self) -> Iterator[int]:
+        """The blocks that loads fill."""
+        for load in self.loads.values():
+            yield from load.blocks
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any tier can be asked."""
+        return any(tier.is_open for tier in self.tiers)
+
+    def totals(self) -> TierTotals:
+        """For metrics."""
+        return TierTotals(self.num_queries, self.num_hits, [tier.stats() for tier in self.tiers])
+
+    def load(self, tier: Tier, chain: Sequence[bytes], first: int, blocks: list[int]) -> ExtentLoad:
+        """Start to fill reserved blocks with the extent that begins at index `first` of the chain."""
+        block_hash = chain[first + len(blocks) - 1]
+        future = tier.load(self.seal.key_of(block_hash), self.blocks.frames(blocks))
+        self.loads[block_hash] = started = ExtentLoad(chain, first, blocks, tier, future)
+        return started
+
+    def missing_in(self, block_hash: bytes) -> list[Tier]:
+        """The tiers that should get this extent."""
+        key = self.seal.key_of(block_hash)
+        return [tier for tier in self.tiers if tier.wants(key)]
+
+    def store(self, into: Sequence[Tier], block_hash: bytes, blocks: Sequence[int], generations: list[int]) -> None:
+        """Keep a full extent that no step in flight writes.
+
+        Args:
+            generations: the pool's, live: a block whose number changes until its bytes are copied is left out.
+        """
+        key, blocks = self.seal.key_of(block_hash), list(blocks)
+        expected = [generations[block] for block in blocks]
+
+        lock, copies = threading.Lock(), list[Frames | None]()
+
+        def copied() -> Frames | None:
+            with lock:  # the threads of several tiers share one copy
+                if not copies:
+                    copy = self.blocks.copy(blocks)
+                    copies.append([copy] if [generations[block] for block in blocks] == expected else None)
+            return copies[0]
+
+        for tier in into:
+            tier.store(key, copied)
+
+    def close(self, seconds: float = 5.0) -> None:
+        """Finish the writes, for so long at most, and close the stores; the engine has ended."""
+        until = time.monotonic() + seconds
+        for tier in self.tiers:
+            tier.close(max(0.0, until - time.monotonic()))

@@ -1,0 +1,100 @@
+"""Gives the tiers what requests compute, once no step in flight writes it.  No torch."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
+from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiered_pool import TieredPool
+from inflight.engine.tiers.tiers import Tiers
+
+__all__ = ["TierWriter"]
+
+_EVERY = 8  # steps between two looks at the running requests
+
+
+class _Computed(NamedTuple):
+    """An extent that is complete once step number `step` has run; `generations` are its blocks' as of then."""
+
+    step: int
+    block_hash: bytes
+    blocks: list[int]
+    generations: list[int]
+    into: list[Tier]
+
+
+class TierWriter(EngineListener):
+    """Follows requests that have yielded a token or vector: until then nothing says that their KV is sound.
+
+    What a running request has computed is kept while it runs, so that the next engine finds it if this one dies.
+    Drafts are not kept, since their tokens are not the request's.
+    """
+
+    def __init__(self, tiers: Tiers, pool: TieredPool) -> None:
+        self._tiers = tiers
+        self._pool = pool
+        self._extent_blocks = tiers.extent_blocks
+        self._extent_tokens = tiers.extent_blocks * pool.block_size
+        self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at
+        self._computed: deque[_Computed] = deque()
+        self._num_made = self._num_done = 0
+
+    def admitted(self, request: Request, num_cached_tokens: int) -> None:
+        if request.caches_blocks:
+            self._num_kept[request] = 0
+
+    def step_begins(self, running: Sequence[Request]) -> None:
+        if self._num_made % _EVERY == 0:
+            for request, num_kept in self._num_kept.items():
+                if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
+                    self._num_kept[request] = self._look_at(request, num_kept)
+
+    def left(self, request: Request) -> None:
+        num_kept = self._num_kept.pop(request, None)
+        if num_kept is not None:
+            self._look_at(request, num_kept)
+            self._send()
+
+    def step_made(self, out: SchedulerOutput) -> None:
+        self._num_made += 1
+
+    def step_done(self, step: DoneStep) -> None:
+        if step.result.row_failures:
+            self.step_failed(step)
+            return
+        self._num_done += 1
+        if self._computed:
+            self._send()
+
+    def step_failed(self, step: DoneStep) -> None:
+        """What it was to compute was not, and others may have shared it."""
+        self._num_done += 1
+        self._computed.clear()
+
+    def _look_at(self, request: Request, num_kept: int) -> int:
+        """Note the request's new extents, behind `num_kept`; returns how many it has."""
+        if request.num_tokens <= request.num_given_tokens:
+            return num_kept
+        count = min(request.num_computed_tokens, request.num_tokens) // self._extent_tokens
+        size, pool = self._extent_blocks, self._pool
+        hashes = pool.hashes(request, count * size)
+        for start in range(num_kept * size, count * size, size):
+            block_hash = hashes[start + size - 1]
+            into = self._tiers.missing_in(block_hash)
+            if into:
+                blocks = request.block_ids[start : start + size]
+                generations = [pool.generations[block] for block in blocks]
+                self._computed.append(_Computed(self._num_made, block_hash, blocks, generations, into))
+        return max(num_kept, count)
+
+    def _send(self) -> None:
+        generations = self._pool.generations
+        while self._computed and self._computed[0].step <= self._num_done:
+            _, block_hash, blocks, expected, into = self._computed.popleft()
+            if [generations[block] for block in blocks] == expected:
+                self._tiers.store(into, block_hash, blocks, generations)

@@ -1,0 +1,119 @@
+"""Adapters of a model that runs through transformers' modules: each linear layer adds what its rows' adapters add.
+
+A layer can have an adapter if a trial shows that the model calls it with all tokens: not an expert, which gets the
+tokens that are routed to it, not a layer whose weight the model reads by itself, and not the head.  What a layer
+computes is not touched; the rows that have adapters grow afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from inflight.loading.adapter_weights import Matrices
+from inflight.loading.forward.last_logits import KeepsLogits
+from inflight.loading.forward.packed_linear import PackedLinear
+from inflight.loading.quantization.coded_linear import CodedLinear
+
+__all__ = ["AdaptedModules"]
+
+
+class _Adapter(NamedTuple):
+    matrices: Mapping[str, Matrices]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.matrices.values())
+
+
+class AdaptedModules:
+    """Implements `AdaptedModel`.
+
+    Args:
+        model: transformers' module, whose linear layers may be packed or in codes.
+        dtype: of their inputs.
+        trial: runs the model over a few tokens, and returns how many.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype, trial: Callable[[], int]) -> None:
+        self.dtype = dtype
+        self._rows: list[tuple[_Adapter, Tensor]] = []
+        self._num_tokens = 0
+        module = _module_of(model)
+        head = module.get_output_embeddings()
+        linears = {path: layer for path, layer in module.named_modules() if layer is not head and _is_linear(layer)}
+        called = _called_with_all(linears, trial)
+        self.layers: Mapping[str, tuple[int, int]] = {path: _sizes(linears[path]) for path in called}
+        for path in called:
+            linears[path].register_forward_hook(_Added(self, path))
+
+    def pack(self, matrices: Mapping[str, Matrices]) -> _Adapter:
+        return _Adapter(matrices)
+
+    def set_rows(self, adapters: Sequence[_Adapter | None], num_tokens: Sequence[int]) -> None:
+        tokens: dict[int, list[int]] = {}
+        of_id = {id(adapter): adapter for adapter in adapters if adapter is not None}
+        start = 0
+        for adapter, count in zip(adapters, num_tokens):
+            if adapter is not None:
+                tokens.setdefault(id(adapter), []).extend(range(start, start + count))
+            start += count
+        self._rows = [(of_id[key], torch.tensor(indices)) for key, indices in tokens.items()]
+        self._num_tokens = start
+
+    def add(self, path: str, x: Tensor, y: Tensor) -> Tensor:
+        """y [..., out_features], what the layer has computed of x [..., in_features], with what the adapters add."""
+        rows = [(adapter.matrices[path], indices) for adapter, indices in self._rows if path in adapter.matrices]
+        if not rows:
+            return y
+        inputs, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]).clone()
+        if len(inputs) != self._num_tokens:
+            raise RuntimeError(f"{path} was called with {len(inputs)} rows in place of {self._num_tokens} tokens")
+        for pair, indices in rows:
+            own = inputs[indices].to(pair.a.dtype)
+            outputs[indices] += ((own @ pair.a.t()) @ pair.b.t()).to(outputs.dtype)
+        return outputs.view(y.shape)
+
+
+class _Added:
+    """A forward hook of a linear layer."""
+
+    def __init__(self, adapted: AdaptedModules, path: str) -> None:
+        self._adapted, self._path = adapted, path
+
+    def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self._adapted.add(self._path, inputs[0], output)
+
+
+def _module_of(model: Any) -> Any:
+    return model.model if isinstance(model, KeepsLogits) else model
+
+
+def _called_with_all(layers: Mapping[str, nn.Module], trial: Callable[[], int]) -> list[str]:
+    """The layers that every call of the trial gives all tokens, by position."""
+    rows: dict[str, set[int]] = {}
+
+    def noted(path: str) -> Callable[..., None]:
+        def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            rows.setdefault(path, set()).add(inputs[0].numel() // inputs[0].shape[-1] if inputs else 0)
+
+        return note
+
+    handles = [layer.register_forward_pre_hook(noted(path)) for path, layer in layers.items()]
+    num_tokens = trial()
+    for handle in handles:
+        handle.remove()
+    return [path for path in layers if rows.get(path) == {num_tokens}]
+
+
+def _is_linear(layer: nn.Module) -> bool:
+    return isinstance(layer, (nn.Linear, PackedLinear, CodedLinear, Conv1D))
+
+
+def _sizes(layer: Any) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer."""
+    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)

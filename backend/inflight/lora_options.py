@@ -1,0 +1,40 @@
+"""Keys of `model.json` about LoRA adapters; names are vLLM's.  No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+__all__ = ["LoraOptions"]
+
+_Count = Annotated[int, Meta(ge=1, le=2**20)]
+_DEFAULT_KEPT = 32
+
+
+class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The part of `EngineConfig` about adapters.
+
+    Attributes:
+        enable_lora: serve LoRA adapters, which requests choose by name. See docs/lora.md.
+        max_loras: maximum of different adapters in one step of a GPU. A CPU mixes any number.
+        max_lora_rank: maximum rank of an adapter; one with a larger rank is refused.
+        max_cpu_loras: maximum of adapters in memory; the ones used last stay. `None`: 32. It is also the maximum of
+            different adapters that run at the same time; requests for one more wait.
+        lora_dtype: dtype in which adapters are kept; "auto" is the model's, also beside quantized weights.
+        lora_allowed_paths: folders from which the operator can load adapters while the model serves, besides those of
+            multi_lora.json. []: none.
+    """
+
+    enable_lora: bool = False
+    max_loras: _Count | None = None
+    max_lora_rank: Annotated[int, Meta(ge=1, le=4096)] = 16
+    max_cpu_loras: _Count | None = None
+    lora_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    lora_allowed_paths: list[str] = []
+
+    @property
+    def num_kept_adapters(self) -> int:
+        """`max_cpu_loras`, or its default."""
+        return self.max_cpu_loras or _DEFAULT_KEPT

@@ -1,0 +1,285 @@
+"""Adapters (LoRA) in memory, and the ones of a step's rows.
+
+An adapter is named by its content (`AdapterRef.id`).  It is loaded in a thread of its own while requests with it are
+held; at most `max_cpu_loras` are in memory.  One that sequences run with stays; of the others the ones used last stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from inflight.adapters.spec import AdapterError, read_adapter
+from inflight.attention.base import AttentionMetadata
+from inflight.config import ConfigError, EngineConfig
+from inflight.device.memory import format_bytes
+from inflight.engine.adapter import AdapterRef
+from inflight.engine.adapter_salt import AdapterSalt
+from inflight.engine.step import SchedulerOutput
+from inflight.loading.adapter_weights import adapter_matrices
+from inflight.loading.check.cases import Case
+from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
+from inflight.loading.loaded_model import LoadedModel
+
+__all__ = ["AdapterRows", "AdapterTable", "attach_adapters", "check_adapters"]
+
+_log = logging.getLogger(__name__)
+
+# Seconds that an unused adapter stays after a request asked about it: it waits for a slot or for blocks.
+_RECENT = 0.5
+# Seconds after which requests that wait for room make another adapter's requests wait.
+_PATIENCE = 2.0
+_MAX_FAILURES = 1024  # remembered
+
+
+@dataclass(eq=False)
+class Entry:
+    """One adapter in memory, or on its way there.
+
+    Attributes:
+        packed: for `AdaptedModel.set_rows`, once it is loaded.
+        loaded: done when `packed` is there; its result is the answer to `LoadAdapter`.
+        num_held: sequences that run with it.
+        asked, admitted: when a request last asked about it, and last started with it; seconds.
+    """
+
+    ref: AdapterRef
+    packed: Any = None
+    loaded: Future[dict[str, Any]] = field(default_factory=Future)
+    num_held: int = 0
+    asked: float = 0.0
+    admitted: float = 0.0
+
+
+class AdapterTable:
+    """Implements `Adapters`.  Only `_load` runs in the loader's thread.
+
+    Args:
+        model: packs what is loaded.
+        limit: most adapters in memory.
+        max_rank: a larger one is refused.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, model: AdaptedModel, limit: int, max_rank: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._model = model
+        self._limit, self._max_rank = limit, max_rank
+        self._clock = clock
+        self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
+        self._failures: OrderedDict[str, str] = OrderedDict()
+        self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
+        self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
+
+    def get(self, adapter_id: str) -> Entry | None:
+        """The entry of a loaded adapter."""
+        entry = self._entries.get(adapter_id)
+        return entry if entry is not None and entry.packed is not None else None
+
+    def reset(self) -> None:
+        for entry in self._entries.values():
+            entry.num_held = 0
+        self._waiting.clear()
+
+    def start(self, ref: AdapterRef) -> None:
+        self._failures.pop(ref.id, None)
+        self.outcome(ref)
+
+    def outcome(self, ref: AdapterRef) -> str | None:
+        failure = self._failures.get(ref.id)
+        if failure is not None:
+            return failure
+        now = self._clock()
+        entry = self._entries.get(ref.id)
+        if entry is None:
+            if not self._make_room(ref.id, now):
+                return None
+            entry = self._begin(ref)
+        entry.asked = now
+        self._entries.move_to_end(ref.id)
+        if not entry.loaded.done():
+            return None
+        error = entry.loaded.exception()
+        if error is not None:
+            self._fail(ref.id, str(error))
+            return str(error)
+        return None if self._draining(now) is entry else ""
+
+    def hold(self, ref: AdapterRef) -> None:
+        entry = self._entries[ref.id]
+        entry.num_held += 1
+        entry.admitted = self._clock()
+
+    def release(self, ref: AdapterRef) -> None:
+        self._entries[ref.id].num_held -= 1
+
+    def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
+        entry = self._entries.get(ref.id)
+        if entry is not None and entry.loaded.done() and entry.loaded.exception() is not None:
+            del self._entries[ref.id]
+            entry = None
+        if entry is None:
+            self._failures.pop(ref.id, None)
+            if self._evict(self._clock()):
+                entry = self._begin(ref)
+            else:  # it is checked, and loaded again for the first request that finds room
+                entry = Entry(ref)
+                self._submit(entry)
+        found: Future[dict[str, Any]] = Future()
+        entry.loaded.add_done_callback(lambda done: _answer(found, done, ref.name))
+        return found
+
+    def _begin(self, ref: AdapterRef) -> Entry:
+        entry = self._entries[ref.id] = Entry(ref)
+        self._waiting.pop(ref.id, None)
+        self._submit(entry)
+        return entry
+
+    def _submit(self, entry: Entry) -> None:
+        if self._loader is None:
+            self._loader = ThreadPoolExecutor(1, "adapters")
+        self._loader.submit(self._load, entry)
+
+    def _load(self, entry: Entry) -> None:
+        ref, start = entry.ref, time.monotonic()
+        try:
+            content = read_adapter(ref, self._max_rank)
+            packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers, self._model.dtype))
+        except AdapterError as error:
+            entry.loaded.set_exception(error)
+        except BaseException as error:
+            _log.error("adapter %r cannot be loaded", ref.name, exc_info=error)
+            reason = f"adapter {ref.name!r}: internal error while it was loaded: {type(error).__name__}: {error}"
+            entry.loaded.set_exception(AdapterError(reason))
+        else:
+            seconds, modules = time.monotonic() - start, len(content.pairs)
+            _log.info("adapter %r: rank %d, %s, in %.2f s", ref.name, ref.rank, format_bytes(packed.nbytes), seconds)
+            entry.packed = packed
+            entry.loaded.set_result({"bytes": packed.nbytes, "modules": modules, "seconds": seconds, **_facts(ref)})
+
+    def _fail(self, adapter_id: str, reason: str) -> None:
+        del self._entries[adapter_id]
+        self._failures[adapter_id] = reason
+        if len(self._failures) > _MAX_FAILURES:
+            self._failures.popitem(last=False)
+
+    def _make_room(self, adapter_id: str, now: float) -> bool:
+        """Whether one more adapter may be loaded; else a request waits for room for it."""
+        first, _ = self._waiting.get(adapter_id, (now, now))
+        if self._evict(now, impatient=now - first >= _PATIENCE):
+            return True
+        self._waiting[adapter_id] = first, now
+        return False
+
+    def _evict(self, now: float, impatient: bool = False) -> bool:
+        """Drop the adapter that was used least recently, if all places are taken; whether there is a place."""
+        if len(self._entries) < self._limit:
+            return True
+        for adapter_id, entry in self._entries.items():
+            is_idle = entry.num_held == 0 and entry.loaded.done()
+            if is_idle and (impatient or now - entry.asked >= _RECENT):
+                del self._entries[adapter_id]
+                return True
+        return False
+
+    def _draining(self, now: float) -> Entry | None:
+        """The adapter that starts no more requests, because requests of others have waited too long for room."""
+        if not self._waiting:
+            return None
+        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _RECENT}
+        if not any(now - first >= _PATIENCE for first, _ in self._waiting.values()):
+            return None
+        held = [entry for entry in self._entries.values() if entry.num_held]
+        return min(held, key=lambda entry: entry.admitted, default=None)
+
+
+class AdapterRows:
+    """A `StepHook`: tells the model which adapter each row of the step has."""
+
+    capturable = False
+
+    def __init__(self, table: AdapterTable, model: AdaptedModel) -> None:
+        self._table, self._model = table, model
+        self._of_slot: dict[int, Entry | None] = {}  # slots with adapters; None: it is not in memory
+
+    def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
+        for row in out.new_rows:
+            self._of_slot.pop(row.slot, None)
+            if row.attached is not None and row.attached.adapter is not None:
+                self._of_slot[row.slot] = self._table.get(row.attached.adapter.id)
+        if not self._of_slot:
+            self._model.set_rows([], [])
+            return
+        entries = [self._of_slot.get(slot, _BASE) for slot in out.slots]
+        if None in entries:
+            raise RuntimeError("the adapter of this request is not in memory")
+        self._model.set_rows([entry.packed for entry in entries if entry is not None], out.num_scheduled_tokens)
+        self._forget_ended(out)
+
+    def _forget_ended(self, out: SchedulerOutput) -> None:
+        """Rows that have ended keep no adapter in memory; one that has just ended can be in a step made ahead."""
+        slots = set(out.slots)
+        for slot, entry in list(self._of_slot.items()):
+            if slot not in slots and (entry is None or not entry.num_held):
+                del self._of_slot[slot]
+
+
+_BASE = Entry(AdapterRef("", "", "", 0))
+
+
+def check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Before anything is loaded.  Raises ConfigError: they cannot be served on this device."""
+    if config.enable_lora and device.type != "cpu":
+        raise ConfigError(
+            f'enable_lora=True on device "{device.type}": adapters are served on CPUs; merge the adapter into the '
+            'checkpoint, or set device to "cpu"'
+        )
+
+
+def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRows]:
+    """The step hook for adapters, if the options ask for it; `loaded.info` gets the table and its salts.
+
+    Raises:
+        ConfigError: they cannot be served in the dtype that was asked for.
+    """
+    if not config.enable_lora:
+        return []
+    model = adapted_model(loaded.model, loaded.dtype, lambda: _run_a_few(config, loaded))
+    own = str(model.dtype).removeprefix("torch.")
+    if config.lora_dtype not in ("auto", own):
+        raise ConfigError(
+            f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
+            f'to "auto", or dtype to {config.lora_dtype!r}'
+        )
+    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank)
+    loaded.info.adapters = table
+    loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
+    return [AdapterRows(table, model)]
+
+
+def _run_a_few(config: EngineConfig, loaded: LoadedModel) -> int:
+    """One pass of the model over a few tokens, in the first blocks of the pool."""
+    case = Case([0, 1, 2], 0)
+    paged_logits(loaded.model, loaded.backend, [case], config.block_size, loaded.device, loaded.hooks)
+    return len(case.token_ids)
+
+
+def _facts(ref: AdapterRef) -> dict[str, Any]:
+    return {"name": ref.name, "id": ref.id, "rank": ref.rank}
+
+
+def _answer(found: Future[dict[str, Any]], done: Future[dict[str, Any]], name: str) -> None:
+    error = done.exception()
+    if error is not None:
+        found.set_exception(error)
+    else:
+        found.set_result({**done.result(), "name": name})

@@ -1,0 +1,63 @@
+"""The KV tiers of a loaded model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiers import Tiers
+from inflight.loading.load_errors import LoadError
+from inflight.loading.loaded_model import LoadedModel
+from inflight.loading.saved.kv_identity import kv_namespace
+from inflight.runner.block_io import PoolBlocks
+from inflight.runner.stores.make_store import make_store
+
+__all__ = ["make_tiers"]
+
+_SECRET_BYTES = 16, 4096
+
+
+def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
+    """What `kv_tiers` asks for, for the pool of `loaded`; None if it asks for nothing.
+
+    Raises:
+        LoadError, ConfigError: a tier cannot be used.
+    """
+    if not config.kv_tiers:
+        return None
+    if loaded.device.type != "cpu":
+        raise LoadError(
+            f'kv_tiers needs a CPU, and the device is {loaded.info.device!r}; leave it out, or set device="cpu"'
+        )
+    secret = b"" if config.kv_store_secret_file is None else _secret(Path(config.kv_store_secret_file))
+    caches = loaded.layers.caches
+    seal = Seal(kv_namespace(config, loaded.info.attention_backend, loaded.info.dtype, caches), secret)
+    namespace = seal.namespace.hex()
+    tiers, count = [], Counter[str]()
+    for options in config.kv_tiers:
+        count[options.type] += 1
+        name = options.type if count[options.type] == 1 else f"{options.type}-{count[options.type]}"
+        tiers.append(Tier(name, make_store(options, namespace), seal, options.write == "second"))
+    return Tiers(tiers, PoolBlocks(caches), seal)
+
+
+def _secret(path: Path) -> bytes:
+    """
+    Raises:
+        ConfigError: there is no secret in the file.
+    """
+    shortest, longest = _SECRET_BYTES
+    try:
+        with path.open("rb") as file:
+            secret = file.read(longest + 1).strip()
+    except OSError as error:
+        raise ConfigError(f"kv_store_secret_file={str(path)!r}: cannot be read: {error.strerror}") from None
+    if not shortest <= len(secret) <= longest:
+        raise ConfigError(
+            f"kv_store_secret_file={str(path)!r} has {len(secret)} bytes: a secret has {shortest} to {longest}; make "
+            "one with: openssl rand -hex 32"
+        )
+    return secret

@@ -1,0 +1,88 @@
+"""A KV store in this process's memory: it outlives the pool's blocks, not the engine.  No torch."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from inflight.engine.tiers.base import Frames, TornError
+
+__all__ = ["HostStore"]
+
+
+class HostStore:
+    """Implements `KVStore`.
+
+    Args:
+        max_bytes: of all extents; those not used for longest go first.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+        self._extents: OrderedDict[bytes, Frames] = OrderedDict()  # the one not used for longest first
+
+    @property
+    def num_bytes(self) -> int:
+        return self._num_bytes
+
+    def find(self, keys: Sequence[bytes]) -> int:
+        extents = self._extents
+        return next((index for index, key in enumerate(keys) if key not in extents), len(keys))
+
+    def load(self, key: bytes, frames: Frames) -> bool:
+        with self._lock:
+            kept = self._extents.get(key)
+            if kept is None:
+                return False
+            self._extents.move_to_end(key)
+        if _size(kept) != _size(frames):
+            raise TornError(f"{_size(kept)} bytes are kept, and {_size(frames)} were expected")
+        _copy(kept, frames)
+        return True
+
+    def store(self, key: bytes, frames: Frames) -> bool:
+        size = _size(frames)
+        if size > self._max_bytes:
+            raise OSError(errno.ENOSPC, f"an extent has {size} bytes, and the tier's size is {self._max_bytes}")
+        with self._lock:
+            self._drop(key)
+            while self._num_bytes + size > self._max_bytes:
+                self._drop(next(iter(self._extents)))
+            self._extents[key] = frames
+            self._num_bytes += size
+        return True
+
+    def drop(self, key: bytes) -> None:
+        with self._lock:
+            self._drop(key)
+
+    def close(self) -> None:
+        with self._lock:
+            self._extents.clear()
+            self._num_bytes = 0
+
+    def _drop(self, key: bytes) -> None:
+        """The caller has the lock."""
+        if key in self._extents:
+            self._num_bytes -= _size(self._extents.pop(key))
+
+
+def _size(frames: Frames) -> int:
+    return sum([frame.nbytes for frame in frames])
+
+
+def _copy(source: Frames, target: Frames) -> None:
+    """Between rows of buffers with the same number of bytes, perhaps cut at other places."""
+    rest = memoryview(b"")
+    parts = iter(source)
+    for buffer in target:
+        while buffer.nbytes:
+            while not rest.nbytes:
+                rest = next(parts)
+            count = min(rest.nbytes, buffer.nbytes)
+            buffer[:count] = rest[:count]
+            rest, buffer = rest[count:], buffer[count:]

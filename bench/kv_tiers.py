@@ -1,0 +1,248 @@
+#!/usr/bin/env python3
+"""KV tiers: a long conversation that returns in a new process, and what tiers cost where they find nothing.
+
+    python bench/kv_tiers.py [--model llama-60m-rand] [--prompt 8000] [--rounds 5] [--parts returns ...] [--output FILE]
+
+Every run is an engine in a fresh process, with the kept weights of an earlier one, and a disk tier in a temporary
+folder.  The sides of a part alternate.
+
+    returns     seconds to the first token of a stored prompt: computed without tiers; from files in the page cache
+                (warm); and with the files dropped from it (cold)
+    misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them
+    many        50 requests with one stored prompt at once: seconds to the first token of one alone, and of the last
+    others      the gaps between tokens of 8 streams: alone, while a stored prompt is loaded, and while it is computed
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+PARTS = {
+    "returns": ("computed", "warm", "cold"),
+    "misses": ("without", "with"),
+    "many": ("one", "fifty"),
+    "others": ("alone", "loaded", "computed beside"),
+}
+TAIL = 8  # tokens of the new question
+OUTPUT = 8
+STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 160, 40
+
+
+def tokens(count: int, seed: int = 0) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(3, 30_000) for _ in range(count)]
+
+
+def question(arguments: dict[str, Any], seed: int = 0) -> list[int]:
+    """The stored conversation and a new question."""
+    return tokens(arguments["prompt"]) + tokens(TAIL, 1000 + seed)
+
+
+def engine(arguments: dict[str, Any], tiers: bool) -> Any:
+    """An engine that has measured what it computes, with the prefix cache on."""
+    tier = {"type": "disk", "path": arguments["folder"], "size": "50GiB"}
+    options = {
+        **common.engine_options({"dtype": arguments["dtype"], "threads": arguments["threads"]}),
+        "model": common.checkpoint(arguments["model"], arguments["dtype"]),
+        "kv_cache_memory": arguments["kv_cache_memory"],
+        "enable_prefix_caching": True,
+        "max_num_seqs": 64,
+        "kv_tiers": [tier] if tiers else [],
+    }
+    core = common.engine(options)
+    for number in range(3):
+        new = tokens(600, os.getpid() * 100 + number)  # no tier has it: the time to compute a token is learned
+        common.add(core, 10**6 + number, new, max_tokens=OUTPUT, cache_salt="warm-up")
+        run(core)
+    return core
+
+
+def run(core: Any, until: int | None = None) -> dict[int, list[tuple[float, list[int]]]]:
+    """Step until no request is left, or the request `until` has a token; the arrivals of tokens by request."""
+    from inflight.engine.held_requests import HELD_POLL_SECONDS
+
+    came: dict[int, list[tuple[float, list[int]]]] = {}
+    while core.has_work and (until is None or until not in came):
+        message = core.step()
+        assert not message.failed, message.failed
+        now = time.perf_counter()
+        for delta in message.deltas:
+            came.setdefault(delta.request_id, []).append((now, delta.token_ids))
+        columns = message.tokens
+        for request_id, token in zip(columns.request_ids, columns.token_ids):
+            came.setdefault(request_id, []).append((now, [token]))
+        if not message.stats.batch_size:
+            time.sleep(HELD_POLL_SECONDS)
+    return came
+
+
+def hits(core: Any) -> int:
+    totals = core.scheduler.policies.tier_totals()
+    return 0 if totals is None else totals.hits_total
+
+
+def store(side: str, arguments: dict[str, Any]) -> common.Run:
+    """Compute the conversation once, and leave it in the folder."""
+    core = engine(arguments, tiers=True)
+    common.add(core, 0, tokens(arguments["prompt"]), max_tokens=OUTPUT)
+    run(core)
+    core.info.tiers.close(120.0)
+    size = sum(path.stat().st_size for path in Path(arguments["folder"]).rglob("*") if path.is_file())
+    return {"bytes": size}
+
+
+def returns(side: str, arguments: dict[str, Any]) -> common.Run:
+    core = engine(arguments, tiers=side != "computed")
+    prompt = question(arguments)
+    if side == "cold":
+        drop_pages(Path(arguments["folder"]))
+    start, cpu = time.perf_counter(), time.process_time()
+    common.add(core, 0, prompt, max_tokens=OUTPUT)
+    came = run(core, until=0)
+    seconds, cpu = came[0][0][0] - start, time.process_time() - cpu
+    found = [token for _, part in came[0] + run(core)[0] for token in part]
+    return {"seconds": seconds, "cpu_seconds": cpu, "tokens": found, "hits": hits(core)}
+
+
+def misses(side: str, arguments: dict[str, Any]) -> common.Run:
+    core = engine(arguments, tiers=side == "with")
+    requests = [
+        {"id": number, "prompt": tokens(300, 5000 + number + os.getpid() * 100), "out": 32} for number in range(64)
+    ]
+    start, cpu = time.perf_counter(), time.process_time()
+    for request in requests:
+        common.add(core, request["id"], request["prompt"], max_tokens=request["out"])
+    run(core)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    return {"tokens_per_second": 64 * 32 / seconds, "cpu_seconds": cpu}
+
+
+def many(side: str, arguments: dict[str, Any]) -> common.Run:
+    core = engine(arguments, tiers=True)
+    count = 50 if side == "fifty" else 1
+    start = time.perf_counter()
+    for number in range(count):
+        common.add(core, number, question(arguments, number), max_tokens=OUTPUT)
+    came = run(core)
+    last = max(arrivals[0][0] for arrivals in came.values()) - start
+    totals = core.scheduler.policies.tier_totals()
+    return {"seconds": last, "hits": totals.hits_total, "extents": totals.tiers[0].loaded_total}
+
+
+def others(side: str, arguments: dict[str, Any]) -> common.Run:
+    core = engine(arguments, tiers=side != "computed beside")
+    for number in range(STREAMS):
+        common.add(core, number, tokens(40, 9000 + number), max_tokens=STREAM_TOKENS)
+    came = run(core, until=0)
+    while min(len(arrivals) for arrivals in came.values()) < GAPS_BEFORE or len(came) < STREAMS:
+        for request_id, arrivals in run_a_step(core).items():
+            came.setdefault(request_id, []).extend(arrivals)
+    begun = time.perf_counter()
+    if side != "alone":
+        common.add(core, 100, question(arguments), max_tokens=OUTPUT)
+    for request_id, arrivals in run(core).items():
+        came.setdefault(request_id, []).extend(arrivals)
+    first = came[100][0][0] if side != "alone" else begun + 1.0
+    gaps = sorted(
+        later - earlier
+        for request_id in range(STREAMS)
+        for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
+        if later >= begun and earlier <= first
+    )
+    p50, p99 = (common.percentile(gaps, percent) for percent in (50, 99))
+    return {"p50": p50, "p99": p99, "gaps": len(gaps), "hits": hits(core)}
+
+
+def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
+    message = core.step()
+    now = time.perf_counter()
+    columns = message.tokens
+    came = {delta.request_id: [(now, delta.token_ids)] for delta in message.deltas}
+    return came | {number: [(now, [token])] for number, token in zip(columns.request_ids, columns.token_ids)}
+
+
+def drop_pages(folder: Path) -> None:
+    """Out of the page cache, once they are on the disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+SIDES = {side: part for part, sides in PARTS.items() for side in sides}
+RUNS = {"returns": returns, "misses": misses, "many": many, "others": others}
+
+
+def one_side(side: str, arguments: dict[str, Any]) -> common.Run:
+    return (RUNS[SIDES[side]] if side in SIDES else store)(side, arguments)
+
+
+def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
+    """The ratios of a part, pair by pair."""
+    if part == "returns":
+        for side in ("warm", "cold"):
+            assert all(run["hits"] for run in runs[side]), f"{side}: nothing was found"
+        equal = all(len({tuple(run["tokens"]) for run in found}) == 1 for found in zip(*runs.values()))
+        faster = {
+            side: {name: common.median_ratio(runs["computed"], runs[side], name) for name in ("seconds", "cpu_seconds")}
+            for side in ("warm", "cold")
+        }
+        return {"medians": common.medians(runs, "seconds", "cpu_seconds"), "faster": faster, "equal": equal}
+    if part == "misses":
+        names = ("tokens_per_second", "cpu_seconds")
+        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names}
+    if part == "many":
+        return {
+            "last_of_fifty": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
+            "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
+        }
+    return {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+
+
+def figures(run: common.Run) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in run.items() if isinstance(value, int | float))
+
+
+def main() -> None:
+    if common.ran_side(one_side):
+        return
+    args = common.options(
+        __doc__,
+        model=common.choice(["llama-60m-rand", "qwen3-0.6b-rand"], "llama-60m-rand"),
+        dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
+        prompt=8000,
+        rounds=5,
+        threads=os.cpu_count(),
+        kv_cache_memory="2GiB",
+        parts=common.choice(PARTS),
+    )
+    common.checkpoint(args.model, args.dtype)
+    folder = tempfile.mkdtemp(prefix="inflight-kv-")
+    arguments = {**{name: value for name, value in vars(args).items() if name != "output"}, "folder": folder}
+    try:
+        stored = common.in_fresh_process(__file__, "store", arguments)
+        print(f"stored {stored['bytes'] / 2**20:.0f} MiB")
+        found, summary = {}, {}
+        for part in args.parts:
+            found[part] = common.alternate(
+                PARTS[part], args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), figures
+            )
+            summary[part] = summary_of(part, found[part])
+            print(f"{part}: {summary[part]}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    common.record(args, found, stored_bytes=stored["bytes"], summary=summary)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+#!/usr/bin/env python3
+"""Steps with LoRA adapters: an engine without LoRA, LoRA that is on and unused, one adapter, eight adapters.
+
+    python bench/lora.py [--rows 16] [--adapters 8] [--rank 16] [--steps 24] [--rounds 5] [--output FILE]
+
+The model has the shape of Qwen3-0.6B, with random weights in bfloat16; adapters have all seven projections.  All sides
+run in this process and take turns, a few decode steps each, so that drift of the machine affects all alike.  The ratios
+are of the times of whole steps with `--rows` rows (base / side), of their CPU time, and of a prompt of 512 tokens.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import common
+
+SHAPE = "qwen3-0.6b-rand"
+PROMPT = 512
+
+
+def make_adapter(folder: Path, checkpoint: Path, rank: int, seed: int) -> Any:
+    """Random matrices for every projection, in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    from inflight.adapters.spec import CONFIG, WEIGHTS, describe_adapter
+
+    config = json.loads((checkpoint / "config.json").read_text())
+    hidden, middle = config["hidden_size"], config["intermediate_size"]
+    query, key = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    sizes = {"self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, key), "self_attn.v_proj": (hidden, key)}
+    sizes |= {"self_attn.o_proj": (query, hidden), "mlp.gate_proj": (hidden, middle), "mlp.up_proj": (hidden, middle)}
+    sizes["mlp.down_proj"] = middle, hidden
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, (inputs, outputs) in sizes.items():
+            for half, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+                matrix = torch.randn(shape, generator=generator) * 0.02
+                tensors[f"base_model.model.model.layers.{layer}.{name}.lora_{half}.weight"] = matrix.bfloat16()
+    folder.mkdir()
+    save_file(tensors, folder / WEIGHTS)
+    targets = [name.split(".")[1] for name in sizes]
+    values = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / CONFIG).write_text(json.dumps(values))
+    return describe_adapter(folder, folder.name, rank)
+
+
+def steps_of(core: Any, ids: Any, adapters: list[Any], rows: int, steps: int) -> list[tuple[float, float]]:
+    """Seconds and CPU seconds of each decode step of `rows` rows, which take turns with the adapters."""
+    for row in range(rows):
+        add(core, next(ids), [1 + row, 2, 3, 4], steps + 3, adapters[row % len(adapters)])
+    seconds = []
+    while core.has_work:
+        start, cpu = time.perf_counter(), time.process_time()
+        message = core.step()
+        if message.num_tokens == rows and message.stats.batch_size == rows:
+            seconds.append((time.perf_counter() - start, time.process_time() - cpu))
+    return seconds[2:]
+
+
+def prompt_of(core: Any, ids: Any, adapters: list[Any]) -> float:
+    """Seconds to the first token of a prompt."""
+    start = time.perf_counter()
+    add(core, next(ids), list(range(5, 5 + PROMPT)), 1, adapters[0])
+    common.drain(core)
+    return time.perf_counter() - start
+
+
+def add(core: Any, request_id: int, prompt: list[int], max_tokens: int, adapter: Any) -> None:
+    from inflight.engine.attached import Attached
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.sampling_params import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+    failure = core.add_request(AddRequest(request_id, prompt, params, attached=Attached(adapter=adapter)))
+    assert failure is None, failure
+
+
+def main() -> None:
+    args = common.options(__doc__, rows=16, adapters=8, rank=16, steps=24, rounds=5, threads=2)
+    path = common.checkpoint(SHAPE)
+    options = {
+        "model": path,
+        "max_num_seqs": max(32, args.rows),
+        "max_model_len": 1024,
+        "kv_cache_memory": "1GiB",
+        "cpu_threads": args.threads,
+        "enable_prefix_caching": False,
+        "check_on_load": False,
+    }
+    with TemporaryDirectory() as folder:
+        made = [
+            make_adapter(Path(folder) / f"adapter-{i}", Path(path), args.rank, seed=i) for i in range(args.adapters)
+        ]
+        plain = common.engine(options)
+        lora = common.engine({**options, "enable_lora": True, "max_lora_rank": args.rank})
+        sides = {
+            "without LoRA": (plain, [None]),
+            "unused": (lora, [None]),
+            "one adapter": (lora, made[:1]),
+            f"{args.adapters} adapters": (lora, made),
+        }
+        ids = iter(range(10**9))
+        for core, adapters in sides.values():  # loads the adapters
+            steps_of(core, ids, adapters, args.rows, 4)
+        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        for _ in range(args.rounds):
+            for side, (core, adapters) in sides.items():
+                seconds, cpu = zip(*steps_of(core, ids, adapters, args.rows, args.steps))
+                prompt = min(prompt_of(core, ids, adapters) for _ in range(2))
+                run = {"step": statistics.median(seconds), "fastest": min(seconds), "prompt": prompt}
+                runs[side].append({**run, "cpu": statistics.median(cpu), "least_cpu": min(cpu)})
+    base = runs["without LoRA"]
+    print(f"{common.machine()}, {args.rows} rows, rank {args.rank}, {args.rounds} rounds; ratios are base / side")
+    ratios = {}
+    for side, found in runs.items():
+        figures = ("step", "fastest", "cpu", "least_cpu", "prompt")
+        ratios[side] = {name: common.median_ratio(base, found, name) for name in figures}
+        shown = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios[side].items())
+        milliseconds = common.median(found, "step") * 1000
+        print(f"  {side:<14} {milliseconds:7.1f} ms a step; {shown}")
+    common.record(args, runs, ratios=ratios)
+
+
+if __name__ == "__main__":
+    main()

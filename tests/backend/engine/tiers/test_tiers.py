@@ -1,0 +1,355 @@
+"""KV tiers in the engine: what is loaded and what is kept, when, for whom, and how long a request waits."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+from engine_rig import Info, add, done_step, expected_output
+from kv_memory import MemoryStore
+from tiers_rig import ByteRunner, FaultyStore, TieredRig
+
+from inflight.engine.attached import Attached
+from inflight.engine.messages import AddRequest
+from inflight.engine.pooling import Pooling
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers import writer
+from inflight.engine.tiers.tiered_pool import TieredPool
+from inflight.frontend.request.pooled_request import void_params
+
+PROMPT = [1 + n % 7 for n in range(41)]
+OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
+
+
+def rig_of(
+    *stores: Any, extent_blocks: int = 1, num_blocks: int = 256, secret: bytes = b"", **options: Any
+) -> TieredRig:
+    return TieredRig(Info(num_blocks=num_blocks), extent_blocks, stores, secret, **{**OPTIONS, **options})
+
+
+def serve(rig: TieredRig, request_id: int, prompt: list[int], fields: Any = None, **params: Any) -> list[int]:
+    """The output of a request that is served alone, and is right."""
+    add(rig.core, request_id, prompt, fields, **{"max_tokens": 8, "ignore_eos": True, **params})
+    rig.run()
+    output = rig.outputs[request_id, 0]
+    assert output == answer(prompt, len(output))
+    return output
+
+
+def answer(prompt: list[int], count: int) -> list[int]:
+    return expected_output(prompt, SamplingParams(max_tokens=count, ignore_eos=True), Info())[0]
+
+
+def stored(prompt: list[int] = PROMPT, fields: Any = None, **options: Any) -> MemoryStore:
+    """A store that has a conversation's extents."""
+    store = MemoryStore()
+    serve(rig_of(store, **options), 0, prompt, fields)
+    assert store.extents
+    store.asked.clear()
+    return store
+
+
+def num_computed(rig: TieredRig) -> int:
+    return rig.core.pool.num_prefix_queries - rig.core.pool.num_prefix_hits
+
+
+def test_a_conversation_that_returns_to_a_new_engine_is_not_computed():
+    store = stored()
+    assert len(store.extents) == (41 + 7) // 4  # the last token of the output has no KV
+    rig = rig_of(store)
+    serve(rig, 0, [*PROMPT, *answer(PROMPT, 8), 3])
+    assert num_computed(rig) == 50 - 48
+    assert rig.tiers.num_queries == rig.tiers.num_hits == 48
+
+
+@pytest.mark.parametrize("extent_blocks", [2, 3, 5])
+def test_extents_are_aligned_and_whole(extent_blocks):
+    store = stored(extent_blocks=extent_blocks)
+    rig = rig_of(store, extent_blocks=extent_blocks)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 41 - 40 // 4 // extent_blocks * extent_blocks * 4
+
+
+def test_what_a_running_request_has_computed_is_kept_before_it_ends():
+    store = MemoryStore()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=20, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 18:
+        rig.step(99)
+    assert len(store.extents) >= (41 + 8) // 4
+    resumed = rig_of(store)
+    given = rig.outputs[0, 0]
+    fields = {"output_token_ids": [given]}  # as the frontend replays it after the engine's death
+    add(resumed.core, 0, PROMPT, fields, max_tokens=20, ignore_eos=True)
+    resumed.run()
+    assert given + resumed.outputs[0, 0] == answer(PROMPT, 20)
+    assert num_computed(resumed) < 20
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_step_in_flight_of_an_aborted_request_is_waited_for(asynchronous):
+    """Its last block is full with the token that the step in flight computes."""
+    store = FaultyStore()
+    rig = rig_of(store, async_scheduling=asynchronous)
+    add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 4:
+        rig.step()
+    rig.core.abort(0)
+    rig.hand.run(99)
+    add(rig.core, 1, [9], max_tokens=2)
+    rig.run()
+    tokens = [*PROMPT[:8], *answer(PROMPT[:8], 4)]
+    assert store.given and store.given.items() <= rig.payloads(tokens).items()
+
+
+def test_blocks_that_others_write_before_they_are_copied_are_left_out():
+    store = FaultyStore()
+    rig = rig_of(store, num_blocks=17)
+    add(rig.core, 0, PROMPT, max_tokens=2, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    assert rig.hand.tasks
+    add(rig.core, 1, [8] * 60, max_tokens=2, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    rig.run()
+    sound = rig.payloads([*PROMPT, *answer(PROMPT, 2)]) | rig.payloads([*[8] * 60, *answer([8] * 60, 2)])
+    assert store.given.items() <= sound.items()
+
+
+def test_blocks_that_another_request_gets_before_their_step_has_run_are_left_out():
+    """Its request was preempted while the step that fills them was in flight."""
+    rig = rig_of(MemoryStore(), block_size=1)
+    pool = TieredPool(4, 1, 1)
+    listener = writer.TierWriter(rig.tiers, pool)
+    for others_blocks, num_kept in ((1, 3), (2, 2)):
+        request = Request(0, PROMPT[:3], SamplingParams(max_tokens=9))
+        pool.admit(request, [])
+        pool.extend(request, 3)
+        request.num_computed_tokens = 3
+        listener.admitted(request, 0)
+        request.token_ids.append(others_blocks)
+        request.num_tokens += 1
+        listener.step_made(SchedulerOutput())
+        pool.publish(request, 3)
+        listener.left(request)
+        pool.release(request)
+        assert not rig.hand.tasks
+        other = Request(1, [9] * 2, SamplingParams(max_tokens=9))
+        pool.extend(other, others_blocks)
+        listener.step_done(done_step(SchedulerOutput(), 1.0))
+        assert len(rig.hand.tasks) == num_kept
+        rig.hand.tasks.clear()
+        rig.tiers.tiers[0]._kept.clear()
+        pool.release(other)
+        pool.forget(request, 0)
+
+
+def test_a_preempted_request_gets_its_blocks_back_from_a_tier():
+    rig = rig_of(MemoryStore(), num_blocks=24)
+    prompts = [[n + 1, *PROMPT[:24]] for n in range(4)]
+    for request_id, prompt in enumerate(prompts):
+        add(rig.core, request_id, prompt, max_tokens=30, ignore_eos=True)
+    rig.run()
+    assert rig.core.scheduler.num_preempted_total and rig.tiers.num_hits
+    assert [rig.outputs[n, 0] for n in range(4)] == [answer(prompt, 30) for prompt in prompts]
+
+
+def test_tenants_and_salts_never_meet():
+    store = stored(fields={"tenant": "a"})
+    for fields in ({"tenant": "b"}, {"tenant": "a", "cache_salt": "s"}, {}):
+        rig = rig_of(store)
+        serve(rig, 0, PROMPT, fields)
+        assert num_computed(rig) == 41
+        assert store.asked and not set(store.asked) & set(rig.payloads(PROMPT, "a"))
+        store.asked.clear()
+
+
+def test_without_the_secret_nothing_is_found_and_names_tell_nothing():
+    store = stored(secret=b"the secret of us all")
+    for secret in (b"", b"another secret of ours"):
+        rig = rig_of(store, secret=secret)
+        serve(rig, 0, PROMPT)
+        assert num_computed(rig) == 41
+    rig = rig_of(store, secret=b"the secret of us all")
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 1
+
+
+def test_requests_with_one_prefix_share_its_loads():
+    store = stored()
+    rig = rig_of(store, max_num_seqs=64)
+    for request_id in range(50):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], max_tokens=2, ignore_eos=True)
+    for _ in range(30):
+        rig.step(3)
+    rig.run()
+    assert [rig.outputs[n, 0] for n in range(50)] == [answer([*PROMPT[:40], n % 9], 2) for n in range(50)]
+    loaded = rig.tiers.tiers[0].num_loaded
+    assert loaded == rig.tiers.num_hits // 4 == 10
+
+
+@pytest.mark.parametrize("what", ["find", "load"])
+def test_no_request_waits_longer_than_computing_takes(what):
+    """The store hangs.  41 tokens take 20 ms, as nothing was measured; others go on meanwhile."""
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    add(rig.core, 1, [5], max_tokens=30, ignore_eos=True)
+    if what == "load":
+        while not rig.tiers.loads:
+            rig.step(1)
+        reserved = list(rig.core.pool.reserved)
+    waited = 0
+    while (0, 0) not in rig.outputs:
+        rig.step()
+        waited += 1
+    assert 2 <= waited <= 23
+    assert len(rig.outputs[1, 0]) >= waited - 1
+    while rig.core.has_work:
+        rig.step()
+    assert rig.outputs[0, 0] == answer(PROMPT, 4)
+    if what == "load":
+        assert rig.core.pool.reserved <= set(reserved)
+    rig.hand.run(99)
+    rig.core.step()
+    assert not rig.core.pool.reserved
+
+
+def test_a_load_that_nobody_waits_for_is_not_begun():
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    while not rig.tiers.loads:
+        rig.step(1)
+    assert rig.core.pool.reserved
+    rig.core.abort(0)
+    rig.check()
+    assert not rig.core.pool.reserved and not rig.core.has_work
+    rig.hand.run(99)
+    assert not rig.tiers.tiers[0].num_loaded
+
+
+def test_a_slow_tier_is_not_waited_for():
+    rig = rig_of(stored())
+    rig.tiers.tiers[0]._extent_seconds = 0.01  # 10 extents: 50 ms, and computing them takes 20
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(3):
+        rig.step(1)
+    assert rig.outputs[0, 0]
+
+
+def test_a_store_that_fails_is_left_alone_for_a_while():
+    store = FaultyStore(["raise"] * 4)
+    rig = rig_of(store)
+    tier = rig.tiers.tiers[0]
+    for _ in range(3):
+        tier.find([b"key"])
+        rig.hand.run(1)
+    assert not tier.is_open and tier.errors == {"io": 3}
+    serve(rig, 0, PROMPT)
+    assert not store.asked[3:] and not store.given
+    rig.now += 31
+    assert tier.is_open
+    tier.find([b"key"])
+    rig.hand.run(1)
+    assert not tier.is_open  # one more error is enough
+    rig.now += 31
+    serve(rig, 1, PROMPT[::-1])
+    assert store.given
+
+
+def test_what_must_not_be_asked_for_is_not():
+    store = stored()
+    rig = rig_of(store)
+    serve(rig, 0, PROMPT[:5])  # computed in 2 ms
+    add(rig.core, 1, PROMPT, max_tokens=2, prompt_logprobs=1)
+    message = AddRequest(2, PROMPT, void_params(), attached=Attached(pooling=Pooling("embed", "mean")))
+    assert rig.core.add_request(message) is None
+    rig.run()
+    assert not store.asked
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("number", range(4, 12))
+def test_a_failed_step_leaves_nothing_in_a_store(number, asynchronous):
+    store = FaultyStore()
+    rig = rig_of(store, async_scheduling=asynchronous)
+    steps = itertools.count()
+
+    def failing(ticket: Any) -> StepOutput:
+        if next(steps) == number:  # it is not computed
+            return StepOutput(failure="out of memory")
+        return ByteRunner.collect(rig.runner, ticket)
+
+    rig.runner.collect = failing  # type: ignore[method-assign]
+    add(rig.core, 0, PROMPT[:10], max_tokens=30, ignore_eos=True)
+    with mock.patch.object(writer, "_EVERY", 1), pytest.raises(AssertionError, match="out of memory"):
+        rig.run()
+    rig.hand.run(99)
+    assert store.given and store.given.items() <= rig.payloads(PROMPT[:10] + answer(PROMPT[:10], 30)).items()
+
+
+def test_a_request_that_never_yielded_a_token_leaves_nothing():
+    store = MemoryStore()
+    rig = rig_of(store, max_num_batched_tokens=8)
+    add(rig.core, 0, PROMPT, max_tokens=4)
+    for _ in range(3):
+        rig.step(9)
+    rig.core.abort(0)
+    rig.hand.run(99)
+    assert not store.extents
+
+
+def test_a_medium_that_wears_out_gets_only_what_is_computed_twice():
+    store = MemoryStore()
+    rig = TieredRig(Info(num_blocks=256), 1, [store], second=True, **OPTIONS)
+    serve(rig, 0, PROMPT)
+    assert not store.extents
+    serve(rig, 1, PROMPT)
+    assert len(store.extents) == 12
+
+
+def test_a_faster_tier_gets_what_a_slower_one_had():
+    slow, fast = stored(), MemoryStore()
+    rig = rig_of(fast, slow)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 1 and len(fast.extents) == 12
+    slow.asked.clear()
+    rig = rig_of(fast, slow)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 1 and not slow.asked
+
+
+def test_what_one_tier_has_lost_comes_from_another():
+    first, second = stored(), stored()
+    keys = list(first.extents)
+    for index, key in enumerate(keys):
+        del (second if index in (0, 1, 6, 7) else first).extents[key]
+    for key in keys[8:]:
+        first.extents[key] = second.extents.pop(key)
+    rig = rig_of(first, second)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 1
+
+
+def test_loads_outlive_the_core_that_began_them():
+    """After an interrupted turn `LLM` makes the core anew, and a load still writes to the pool."""
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    while not rig.tiers.loads:
+        rig.step(1)
+    reserved = set(rig.core.pool.reserved)
+    rig.new_core()
+    rig.check()
+    assert set(rig.core.pool.reserved) == reserved
+    serve(rig, 1, PROMPT)
+    assert not rig.core.pool.reserved
+
+
+def test_a_pool_for_one_request_lends_no_blocks():
+    rig = rig_of(stored(), num_blocks=16)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 41 and rig.core.pool.most_reserved == 0

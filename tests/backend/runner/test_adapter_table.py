@@ -1,0 +1,168 @@
+"""Which adapters are in memory: room, the ones used last, and no starvation; without a model."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.adapters.spec import AdapterError
+from inflight.engine.adapter import AdapterRef
+from inflight.runner.adapters import AdapterTable, Entry
+
+
+class Table(AdapterTable):
+    """Loads when it is told to, on a clock that is set."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(None, limit, 16, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.now = 0.0
+        self.loading: list[Entry] = []
+
+    def _submit(self, entry: Entry) -> None:
+        self.loading.append(entry)
+
+    def finish(self, failure: str = "") -> None:
+        entry = self.loading.pop(0)
+        if failure:
+            entry.loaded.set_exception(AdapterError(failure))
+        else:
+            entry.packed = entry.ref.id
+            entry.loaded.set_result({"bytes": 8, "name": entry.ref.name})
+
+    def loads(self, ref: AdapterRef) -> None:
+        self.start(ref)
+        while self.loading:
+            self.finish()
+        assert self.outcome(ref) == ""
+
+    def after(self, seconds: float) -> Table:
+        self.now += seconds
+        return self
+
+
+def ref_of(name: str) -> AdapterRef:
+    return AdapterRef(name, f"id of {name}", "/nowhere", 4)
+
+
+A, B, C = map(ref_of, "abc")
+
+
+def test_the_one_that_was_used_longest_ago_leaves() -> None:
+    table = Table(limit=2)
+    table.loads(A)
+    table.after(1).loads(B)
+    assert table.after(1).outcome(A) == ""
+    table.after(1).loads(C)
+    assert [table.get(one.id) is not None for one in (A, B, C)] == [True, False, True]
+
+
+def test_one_that_runs_stays_and_others_wait() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    assert table.after(9).outcome(B) is None and not table.loading
+    table.release(A)
+    assert table.after(9).outcome(B) is None and table.loading[0].ref == B
+    table.finish()
+    assert table.outcome(B) == "" and table.get(A.id) is None
+
+
+def test_one_that_was_asked_for_a_moment_ago_waits_for_its_slot() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    assert table.after(0.1).outcome(B) is None and not table.loading
+    assert table.outcome(A) == ""
+    for _ in range(30):
+        table.after(0.1).outcome(A)
+        if table.outcome(B) is None and table.loading:
+            break
+    assert table.loading[0].ref == B, "but not for ever"
+
+
+def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
+    table = Table(limit=2)
+    table.loads(A)
+    table.hold(A)
+    table.after(1).loads(B)
+    table.hold(B)
+    for _ in range(25):
+        assert table.after(0.1).outcome(C) is None
+    assert table.outcome(A) is None, "A started last the longest ago, and starts no more requests"
+    assert table.outcome(B) == ""
+    table.release(A)
+    assert table.outcome(C) is None and table.loading[0].ref == C
+    table.finish()
+    assert table.outcome(C) == ""
+    table.hold(C)
+    assert table.after(5).outcome(A) is None and not table.loading
+
+
+def test_who_no_longer_waits_stops_nothing() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    for _ in range(25):
+        table.after(0.1).outcome(B)
+    assert table.outcome(A) is None
+    assert table.after(1).outcome(A) == "", "B's request was aborted"
+
+
+def test_a_failure_is_told_and_tried_again_for_the_next_request() -> None:
+    table = Table(limit=1)
+    table.start(A)
+    table.finish("adapter 'a': no")
+    assert table.outcome(A) == "adapter 'a': no"
+    assert table.outcome(A) == "adapter 'a': no" and not table.loading
+    table.start(A)
+    table.finish()
+    assert table.outcome(A) == ""
+
+
+def test_answers_of_load() -> None:
+    table = Table(limit=1)
+    first, same = table.load(A), table.load(AdapterRef("other", A.id, A.path, 4))
+    assert len(table.loading) == 1 and not first.done()
+    table.finish()
+    assert (first.result()["name"], same.result()["name"]) == ("a", "other")
+    assert table.load(A).done()
+    table.hold(A)
+    beside = table.load(B)
+    table.finish()
+    assert beside.result()["name"] == "b" and table.get(B.id) is None, "checked, without room"
+    failed: Future[dict[str, Any]] = table.load(C)
+    table.finish("adapter 'c': no")
+    with pytest.raises(ValueError, match="'c': no"):
+        failed.result()
+
+
+@settings(max_examples=30, deadline=None)
+@given(limit=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_any_order_of_requests_ends(limit: int, seed: int) -> None:
+    """At most `limit` are in memory, none that runs leaves, and every request runs in the end."""
+    rng, table = random.Random(seed), Table(limit)
+    refs = [ref_of(str(i)) for i in range(5)]
+    waiting = [rng.choice(refs) for _ in range(20)]
+    running: list[AdapterRef] = []
+    for one in waiting:
+        table.start(one)
+    for _ in range(2000):
+        table.after(0.2)
+        if table.loading and rng.random() < 0.7:
+            table.finish()
+        for one in list(waiting):
+            if table.outcome(one) == "" and len(running) < 4:
+                waiting.remove(one)
+                running.append(one)
+                table.hold(one)
+        assert len(table._entries) <= limit
+        assert all(table.get(one.id) is not None for one in running)
+        if running and rng.random() < 0.3:
+            table.release(running.pop(0))
+        if not waiting and not running:
+            return
+    raise AssertionError(f"{waiting} never ran")
