@@ -136,6 +136,7 @@ def test_no_prefix_is_cached(bert: str) -> None:
         dict(swap_space="1MiB"),
         dict(native_forward=False),
         dict(block_size=8),
+        dict(check_on_load=False),
     ],
     ids=repr,
 )
