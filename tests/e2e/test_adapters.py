@@ -183,7 +183,8 @@ def test_an_adapter_that_does_not_fit_the_checkpoint_is_the_error_of_the_load(
     folder = write_adapter(root / "misfit", checkpoint=wider)
     entry = write_entry(dressed.repositories[-1], "misfit", enable_lora=True)
     (entry / "1" / "multi_lora.json").write_text(json.dumps({"misfit": str(folder)}))
-    with pytest.raises(InferenceServerException, match=r"multi_lora.json: adapter 'misfit': .*down_proj.*the adapter is of another model"):
+    reason = r"multi_lora.json: adapter 'misfit': .*down_proj.*the adapter is of another model"
+    with pytest.raises(InferenceServerException, match=reason):
         load(dressed, "misfit")
     wait_for(lambda: not model_processes(dressed, "misfit"))
     shutil.rmtree(entry)
