@@ -8,7 +8,7 @@ are the same.  These are the namespace, and a store is made for one.
     Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`)
     KVStore   bytes by key (`runner/stores/`)
 
-A store knows nothing of KV: an extent is a row of buffers, and only their concatenation counts.  The first one is
+A store knows nothing of KV: an extent is a row of buffers, of which only the concatenation counts.  The first one is
 the seal, with a checksum of everything; the others are the blocks' bytes, one or more buffers for each layer.
 """
 

@@ -24,7 +24,7 @@ class ExtentLoad:
     """An extent on its way into reserved blocks.
 
     Attributes:
-        chain: hashes of the sequence's blocks; the extent begins at index `first`.
+        chain: hashes of the sequence's blocks, of which it is those from index `first` on.
         blocks: reserved for it.
         done: whether `blocks` contain it now, verified.
         num_waiting: requests that wait for it.
