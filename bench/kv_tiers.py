@@ -9,7 +9,8 @@ folder.  The sides of a part alternate.
     returns     seconds to the first token of a stored prompt: computed without tiers; from files in the page cache
                 (warm); and with the files dropped from it (cold)
     misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them
-    many        50 requests with one stored prompt at once: seconds to the first token of one alone, and of the last
+    many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
+                first token of the last; and of one alone
     others      the gaps between tokens of 8 streams: alone, while a stored prompt is loaded, and while it is computed
 """
 
@@ -29,7 +30,7 @@ import common
 PARTS = {
     "returns": ("computed", "warm", "cold"),
     "misses": ("without", "with"),
-    "many": ("one", "fifty"),
+    "many": ("one", "fifty", "fifty cached"),
     "others": ("alone", "loaded", "computed beside"),
 }
 TAIL = 8  # tokens of the new question
@@ -128,14 +129,17 @@ def misses(side: str, arguments: dict[str, Any]) -> common.Run:
 
 def many(side: str, arguments: dict[str, Any]) -> common.Run:
     core = engine(arguments, tiers=True)
-    count = 50 if side == "fifty" else 1
-    start = time.perf_counter()
+    if side == "fifty cached":
+        common.add(core, 1000, question(arguments, 1000), max_tokens=1)
+        run(core)
+    count = 1 if side == "one" else 50
+    start, cpu = time.perf_counter(), time.process_time()
     for number in range(count):
         common.add(core, number, question(arguments, number), max_tokens=OUTPUT)
     came = run(core)
     last = max(arrivals[0][0] for arrivals in came.values()) - start
-    totals = core.scheduler.policies.tier_totals()
-    return {"seconds": last, "hits": totals.hits_total, "extents": totals.tiers[0].loaded_total}
+    totals, cpu = core.scheduler.policies.tier_totals(), time.process_time() - cpu
+    return {"seconds": last, "cpu_seconds": cpu, "hits": totals.hits_total, "extents": totals.tiers[0].loaded_total}
 
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
@@ -203,7 +207,11 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names}
     if part == "many":
         return {
-            "last_of_fifty": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
+            "fifty / one": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
+            "fifty / fifty cached": {
+                name: common.median_ratio(runs["fifty"], runs["fifty cached"], name)
+                for name in ("seconds", "cpu_seconds")
+            },
             "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
         }
     return {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}

@@ -21,7 +21,7 @@ _SECRET_BYTES = 16, 4096
 
 
 def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
-    """What `kv_tiers` asks for, for the pool of `loaded`; None if it asks for nothing.
+    """The tiers that the option names, for the pool of `loaded`; None if there are none.
 
     Raises:
         LoadError, ConfigError: a tier cannot be used.

@@ -187,9 +187,9 @@ class TierAdmission(EngineListener):
             tier, answer = visit.asked
             if tier.finds_at_once:
                 wait([answer], _LOOK_SECONDS)
-            if not answer.done():
+            if not answer.done() and tier.is_open:
                 return False
-            for _ in range(answer.result()):
+            for _ in range(answer.result() if answer.done() else 0):
                 visit.places[visit.end] = tier
                 visit.end += 1
             visit.asked = None

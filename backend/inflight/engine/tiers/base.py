@@ -8,7 +8,7 @@ are the same.  These are the namespace, and a store is made for one.
     Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`)
     KVStore   bytes by key (`runner/stores/`)
 
-A store knows nothing of KV: an extent is a row of buffers, of which only the concatenation counts.  The first one is
+A store knows nothing of KV: an extent is a row of buffers, and only their concatenation counts.  The first one is
 the seal, with a checksum of everything; the others are the blocks' bytes, one or more buffers for each layer.
 """
 
@@ -34,7 +34,7 @@ class KVStore(Protocol):
     any exception: the tier counts it and takes it for a miss, and leaves the store alone for a while after three of
     them.  An OSError says by its errno what happened (ENOSPC: full), a TimeoutError that the medium was too slow.
 
-    A store need not be right: it may lose, tear or change what it was given.  What it returns is verified against the
+    A store need not be right: it may lose, tear or change what it was given.  Its answers are verified against the
     seal.  It must not touch a buffer after the call has returned, except where `store` says so.
     """
 

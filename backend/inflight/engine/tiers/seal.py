@@ -1,12 +1,12 @@
 """The seal of a stored extent: what it is, and a checksum over all of it.  No torch.
 
-A store may lose, tear, mix up or change bytes; nothing of that may become a token.  Every extent therefore begins with
+A store may lose, tear, mix up or change bytes, and none of that may become a token.  Every extent therefore begins with
 
     magic  8 bytes      namespace  16      key  16      bytes that follow  8      sum  16
 
-where the sum covers everything but itself: XXH3-128, or with a secret BLAKE2b-128 keyed with it, which nobody without
-the secret can make.  The keys of extents are derived from the hash chains of the prefix cache; with a secret they are
-keyed, too, so that a name tells nothing and nobody who guesses a prompt can look for it.
+where the sum covers everything but itself: XXH3-128, or with a secret BLAKE2b-128 keyed with it, which cannot be made
+without the secret.  The keys of extents are derived from the hash chains of the prefix cache; with a secret they are
+keyed, too, so that a name tells nothing, and a guessed prompt cannot be looked for.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class ExtentLoad:
     """An extent on its way into reserved blocks.
 
     Attributes:
-        chain: hashes of the sequence's blocks, of which it is those from index `first` on.
+        chain: hashes of the sequence's blocks; the extent begins at index `first`.
         blocks: reserved for it.
         done: whether `blocks` contain it now, verified.
         num_waiting: requests that wait for it.
@@ -50,7 +50,7 @@ class Tiers:
         seal: of the namespace.
         extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
         loads: in flight, by the hash of the extent's last block.
-        num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and those that were adopted.
+        num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
     """
 
     tiers: Sequence[Tier]

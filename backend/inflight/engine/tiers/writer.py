@@ -31,7 +31,7 @@ class _Computed(NamedTuple):
 class TierWriter(EngineListener):
     """Follows requests that have yielded a token or vector: until then nothing says that their KV is sound.
 
-    What a running request has computed is kept while it runs, so that the next engine finds it if this one dies.
+    The KV of a running request is kept while it runs, so that the next engine finds it if this one dies.
     Drafts are not kept, since their tokens are not the request's.
     """
 
@@ -72,7 +72,7 @@ class TierWriter(EngineListener):
             self._send()
 
     def step_failed(self, step: DoneStep) -> None:
-        """What it was to compute was not, and others may have shared it."""
+        """Its blocks were not computed, and other requests may share them."""
         self._num_done += 1
         self._computed.clear()
 

@@ -379,3 +379,17 @@ def test_a_pool_for_one_request_lends_no_blocks():
     rig = rig_of(stored(), num_blocks=16)
     serve(rig, 0, PROMPT)
     assert num_computed(rig) == 41 and rig.core.pool.most_reserved == 0
+
+
+def test_an_answer_that_takes_a_second_is_not_waited_for_though_computing_takes_longer(monkeypatch):
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", 1.0)
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.tiers.tiers[0]._began[0] = rig.now  # a thread has begun, and hangs
+    rig.step()
+    assert rig.core.scheduler.held
+    rig.now += 1.1
+    rig.step()
+    rig.step()
+    assert rig.outputs[0, 0]
