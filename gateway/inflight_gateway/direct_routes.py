@@ -18,7 +18,7 @@ Handler = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class DirectRoutes:
-    """The innermost middleware.  What it does not answer, the application does.
+    """The innermost middleware.  The application answers all other requests.
 
     Args:
         app: the wrapped application.

@@ -513,6 +513,7 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1800)  # a turn takes 3 seconds, and three times as long on a busy machine
 def test_a_hundred_unloads_under_traffic_lose_no_output(triton: TritonServer, tmp_path: Path) -> None:
     """Kept output tensors are in the shared memory of a model instance, which goes with it."""
     entry = write_entry(triton.repositories[-1], "often", FAKE_CONFIG, **fake_options(tmp_path, {}))

@@ -235,7 +235,7 @@ def test_a_token_is_allowed_exactly_where_a_mask_allows_it(grammars: GuidanceGra
 
 @given(st.data())
 def test_questions_do_not_move_a_sequence(grammars: GuidanceGrammars, data: Any) -> None:
-    """A token that `allows` finds allowed is kept consumed; whatever comes then, it was only a question."""
+    """A token that `allows` finds allowed is kept consumed, and taken back if another one follows."""
     spec = data.draw(st.sampled_from([SCHEMA, DIGITS, GrammarSpec("json_schema", '{"type": "array"}')]))
     sequence, taken = grammars.new(spec), list[int]()
     for _ in range(data.draw(st.integers(1, 12))):
