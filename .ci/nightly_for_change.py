@@ -20,7 +20,12 @@ ROOMS = {
     "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py"],
     "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
-    "backend/inflight/engine/": ["tests/backend/engine", "tests/backend/test_speculation.py", "tests/real_model"],
+    "backend/inflight/engine/": [
+        "tests/backend/engine",
+        "tests/backend/runner/test_kv_tiers.py",
+        "tests/backend/test_speculation.py",
+        "tests/real_model",
+    ],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
     "backend/inflight/gguf/": ["tests/backend/gguf", "tests/real_model", "tests/e2e/test_demo.py"],
     "backend/inflight/grammars/": ["tests/backend/grammars"],

@@ -25,7 +25,7 @@ from frontend_rig import demo_tokenizer
 from guarded_entry import KEY
 from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
 from openai import NotFoundError, OpenAI
-from processes_of import engine_process, run_in_turns, slowed
+from processes_of import engine_process, model_processes, run_in_turns, slowed
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, gauges, post, wait_for
 
@@ -168,6 +168,25 @@ def test_a_missing_file_is_the_error_of_the_load(dressed: TritonServer) -> None:
     entry = write_entry(dressed.repositories[-1], "broken", enable_lora=True)
     with pytest.raises(InferenceServerException, match=f"Triton backend cannot find {entry}/1/multi_lora.json."):
         load(dressed, "broken")
+    shutil.rmtree(entry)
+
+
+@pytest.mark.nightly
+def test_an_adapter_that_does_not_fit_the_checkpoint_is_the_error_of_the_load(
+    dressed: TritonServer, root: Path
+) -> None:
+    """The engine finds it; neither its process nor the stub stays."""
+    shape = json.loads((CHECKPOINT / "config.json").read_text())
+    wider = root / "wider"
+    wider.mkdir()
+    (wider / "config.json").write_text(json.dumps({**shape, "intermediate_size": 800}))
+    folder = write_adapter(root / "misfit", checkpoint=wider)
+    entry = write_entry(dressed.repositories[-1], "misfit", enable_lora=True)
+    (entry / "1" / "multi_lora.json").write_text(json.dumps({"misfit": str(folder)}))
+    reason = r"multi_lora.json: adapter 'misfit': .*down_proj.*the adapter is of another model"
+    with pytest.raises(InferenceServerException, match=reason):
+        load(dressed, "misfit")
+    wait_for(lambda: not model_processes(dressed, "misfit"))
     shutil.rmtree(entry)
 
 

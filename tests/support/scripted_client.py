@@ -130,6 +130,10 @@ class ScriptedStream:
     def cancel(self) -> None:
         self.cancelled.set()
 
+    @property
+    def num_input_tokens(self) -> int | None:
+        return self._builder.num_input_tokens
+
     def result(self) -> GenerationResult:
         return self._builder.build(self.request.request_id, self.request.model, 1, 0.0)
 

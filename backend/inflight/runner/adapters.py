@@ -38,6 +38,8 @@ _RECENT = 0.5
 # Seconds after which requests that wait for room make another adapter's requests wait.
 _PATIENCE = 2.0
 _MAX_FAILURES = 1024  # remembered
+# Seconds before requests with an adapter that could not be loaded make the loader try again.
+_RETRY = 5.0
 
 
 @dataclass(eq=False)
@@ -76,7 +78,7 @@ class AdapterTable:
         self._limit, self._max_rank = limit, max_rank
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
-        self._failures: OrderedDict[str, str] = OrderedDict()
+        self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
 
@@ -91,13 +93,14 @@ class AdapterTable:
         self._waiting.clear()
 
     def start(self, ref: AdapterRef) -> None:
-        self._failures.pop(ref.id, None)
+        if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
+            self._failures.pop(ref.id, None)
         self.outcome(ref)
 
     def outcome(self, ref: AdapterRef) -> str | None:
         failure = self._failures.get(ref.id)
         if failure is not None:
-            return failure
+            return failure[0]
         now = self._clock()
         entry = self._entries.get(ref.id)
         if entry is None:
@@ -168,7 +171,7 @@ class AdapterTable:
 
     def _fail(self, adapter_id: str, reason: str) -> None:
         del self._entries[adapter_id]
-        self._failures[adapter_id] = reason
+        self._failures[adapter_id] = reason, self._clock()
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 

@@ -12,9 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pooled import pooled
 
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
+from inflight.engine.policies.vectors_beside import VectorsBeside
+from inflight.engine.pooling import Pooling
+from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.frontend.request.pooled_request import void_params
 
@@ -200,3 +204,48 @@ def test_void_tokens_are_neither_counted_nor_learnt_from() -> None:
     assert core.add_request(AddRequest(9, [1], void_params())) is None
     results(core)
     assert [each.num_seen for each in lengths] != before
+
+
+def test_a_chat_does_not_wait_for_the_texts_of_another_request_and_they_do_not_starve() -> None:
+    core = core_of(Info(num_blocks=64), max_num_seqs=2, short_prompt_share=0, enable_prefix_caching=False)
+    for number in range(100):
+        assert core.add_request(pooled(number, [1, 2, number % 4])) is None
+    core.step()
+    ended = []
+    for number in range(1000, 1040):  # as many chats as vectors from here on, and always one that waits
+        add(core, number, [3, 4], max_tokens=1)
+    while core.has_work:
+        ended += [delta.request_id for delta in core.step().deltas if delta.finish_reason is not None]
+        check_core(core)
+    assert next(place for place, number in enumerate(ended) if number >= 1000) <= 2
+    chats = [place for place, number in enumerate(ended) if number >= 1000]
+    assert ended.index(1039) == chats[-1] and 78 <= chats[-1] <= 82, "one of each in turn"
+    assert [number for number in ended if number < 1000] == list(range(2, 100)), "each line in the order of arrival"
+
+
+@given(st.lists(st.sampled_from(["text", "vector", "admit", "abort"]), max_size=40))
+def test_two_lines_take_turns(events: list[str]) -> None:
+    order, lines, turn = VectorsBeside(), {"text": list[Request](), "vector": list[Request]()}, "text"
+    for number, event in enumerate(events):
+        if event in lines:
+            attached = Attached(pooling=Pooling("embed")) if event == "vector" else None
+            request = Request(number, [1], void_params(), attached=attached)
+            before = order.ahead(request)
+            order.add(request)
+            lines[event].append(request)
+            waiting = order.next_requests(100)
+            assert {one.request_id for one in before} == {one.request_id for one in waiting[: waiting.index(request)]}
+        elif waiting := order.next_requests(100):
+            request = waiting[-1] if event == "abort" else waiting[0]
+            mine = next(name for name, line in lines.items() if request in line)
+            lines[mine].remove(request)
+            order.remove(request)
+            if event == "admit":
+                other = "vector" if mine == "text" else "text"
+                assert mine == turn or not lines[turn], "the other line had its turn"
+                order.admitted(request, 0)
+                turn = other
+        assert len(order) == sum(map(len, lines.values()))
+        for line in lines.values():
+            assert [request for request in order.next_requests(100) if request in line] == line
+        assert all(request in order for line in lines.values() for request in line)

@@ -19,7 +19,7 @@ from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
-from inflight.engine.policies.defaults import FcfsOrder, FreeBlocksAdmission, StaticBudget
+from inflight.engine.policies.defaults import FreeBlocksAdmission, StaticBudget
 from inflight.engine.policies.due_order import DueOrder, make_patience
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.grammar_admission import GrammarAdmission
@@ -30,6 +30,7 @@ from inflight.engine.policies.short_prompts import ShortPromptsFirst
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.policies.tier_admission import TierAdmission
 from inflight.engine.policies.urgency import OutrankingFirst
+from inflight.engine.policies.vectors_beside import VectorsBeside
 from inflight.engine.policies.victims import make_victim
 from inflight.engine.policies.whole_prompts import WholePrompts
 from inflight.engine.request_factory import ModelInfo
@@ -108,7 +109,8 @@ def make_swap(config: EngineConfig, info: ModelInfo) -> SwapSpace:
 
 def _make_order(config: EngineConfig, accounts: TenantAccounts, listeners: list[EngineListener]) -> OrderPolicy:
     if config.scheduling_policy == "fcfs" and not config.tenants:
-        return FcfsOrder()
+        listeners.append(vectors := VectorsBeside())
+        return vectors
     patience, preempts = make_patience(config), config.scheduling_policy == "priority"
     if not config.tenants:
         return DueOrder(patience, preempts=preempts)

@@ -26,12 +26,12 @@ __all__ = ["TierAdmission"]
 
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
-_UNMEASURED_SECONDS = 5e-4  # to compute a token on a CPU, until a prompt of some length has been
+_UNMEASURED_SECONDS = 1e-3  # to compute a token on a CPU, until a prompt of some length has been
 _MEASURED_TOKENS = 64
 _LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
-_OTHER_WAIT_SECONDS = 15.0  # a request held for something else, whose time runs out, does not wait for a tier
+_OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
 _EVERY = 8  # of the steps without prompts are learned from
 
 
@@ -83,7 +83,7 @@ class TierAdmission(EngineListener):
             self._num_waiting += not visit.is_over
         if not visit.is_over:
             if self._is_coming(visit, request, prefix):
-                return NotYet("its KV from a tier", 1e9)  # `until` is sooner
+                return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
             self._end(visit)
         return True
 
@@ -122,7 +122,10 @@ class TierAdmission(EngineListener):
         first = len(prefix) // size
         seconds = self._compute_seconds(len(prefix), count * size) if count > first else 0.0
         tiers = list(self._tiers.tiers)
-        visit = _Visit(count, first, now + min(seconds, _LONGEST_WAIT), iter(tiers + tiers[:-1]))
+        until = now + min(seconds, _LONGEST_WAIT)
+        if request.held_until is not None:
+            until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
+        visit = _Visit(count, first, until, iter(tiers + tiers[:-1]))
         has_logprobs = request.params.prompt_logprobs is not None
         visit.is_over = (
             seconds < _FEW_SECONDS
@@ -130,7 +133,7 @@ class TierAdmission(EngineListener):
             or (has_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens)
             or self._num_waiting >= _MOST_WAITING
             or not (self._loads.are_possible and self._tiers.is_open)
-            or (request.held_until is not None and request.held_until - now < _OTHER_WAIT_SECONDS)
+            or until <= now
         )
         if not visit.is_over:
             pool.hashes(request, count * size)

@@ -56,12 +56,17 @@ class CancellationWatcher:
         while not self._stopping.is_set():
             self._any_open.wait()
             self._any_open.clear()
-            while not self._stopping.is_set() and (streams := self._streams()):
-                start = time.monotonic()
-                for stream in streams:
-                    self._check(stream)
-                took = time.monotonic() - start
-                self._stopping.wait(self._pause(max(self._seconds, _REST * took)))
+            while not self._stopping.is_set() and (seconds := self._check_all()) is not None:
+                self._stopping.wait(seconds)
+
+    def _check_all(self) -> float | None:
+        """Seconds until the next round; None: no stream is open.  An idle thread refers to no stream that has ended."""
+        streams = self._streams()
+        start = time.monotonic()
+        for stream in streams:
+            self._check(stream)
+        took = time.monotonic() - start
+        return self._pause(max(self._seconds, _REST * took)) if streams else None
 
     def _check(self, stream: RequestState) -> None:
         if stream.dropped:

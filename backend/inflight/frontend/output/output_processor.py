@@ -244,6 +244,7 @@ class OutputProcessor:
         """Process the events that have arrived, give streams their turns until another one arrives, and repeat."""
         while (event := self._next_event()) is not None:
             self._run_event(partial(self._take, *event) if isinstance(event, tuple) else event)
+            del event  # it can refer to a stream that has ended, and the next one may be long in coming
 
     def _next_event(self) -> tuple[float, StepMessage] | Callable[[], None] | None:
         if self._queue.is_busy and self._events.empty():

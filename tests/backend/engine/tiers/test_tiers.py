@@ -7,12 +7,14 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from drafters import add_gate
 from engine_rig import Info, add, done_step, expected_output
 from kv_memory import MemoryStore
 from tiers_rig import ByteRunner, FaultyStore, TieredRig
 
 from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
+from inflight.engine.policies import tier_admission
 from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
@@ -23,6 +25,12 @@ from inflight.frontend.request.pooled_request import void_params
 
 PROMPT = [1 + n % 7 for n in range(41)]
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
+
+
+@pytest.fixture(autouse=True)
+def half_a_millisecond_a_token(monkeypatch):
+    """On the clock of these engines computing takes no time, and is never measured."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", 5e-4)
 
 
 def rig_of(
@@ -195,7 +203,7 @@ def test_requests_with_one_prefix_share_its_loads():
 
 @pytest.mark.parametrize("what", ["find", "load"])
 def test_no_request_waits_longer_than_computing_takes(what):
-    """The store hangs.  41 tokens take 20 ms, as nothing was measured; others go on meanwhile."""
+    """The store hangs.  41 tokens take 20 ms; others go on meanwhile."""
     rig = rig_of(stored())
     add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
     add(rig.core, 1, [5], max_tokens=30, ignore_eos=True)
@@ -230,6 +238,24 @@ def test_a_load_that_nobody_waits_for_is_not_begun():
     assert not rig.core.pool.reserved and not rig.core.has_work
     rig.hand.run(99)
     assert not rig.tiers.tiers[0].num_loaded
+
+
+def test_a_request_whose_grammar_took_long_does_not_fail_because_it_waits_for_a_tier():
+    """It was held for something else, and would fail 16 s later."""
+    rig = rig_of(stored())
+    [gate] = [add_gate(rig.core, {0: 1})]
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1.0):
+        rig.step()
+        assert not gate.waits[0] and rig.core.scheduler.held
+        [request] = rig.core.scheduler.held
+        request.held_until = rig.now + 16
+        rig.step()
+        assert rig.core.scheduler.held
+        rig.now += 1.1
+        rig.step()
+        rig.step()
+    assert rig.outputs[0, 0]
 
 
 def test_a_slow_tier_is_not_waited_for():

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -13,6 +15,7 @@ from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_r
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from inflight.engine.adapter import AdapterRef
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.logprobs import Logprobs
 from inflight.engine.messages import AddRequest, StepMessage
@@ -935,3 +938,38 @@ def test_tokens_that_waited_together_are_decoded_once_and_sent_as_if_they_had_no
     assert joined == [IDS[1:]]
     assert client.texts() == [TEXT]
     assert [token for response in client.responses for token in response["token_ids"].tolist()] == IDS
+
+
+@pytest.mark.parametrize("ending", ["finished", "cancelled", "late", "failed", "refused", "unloaded"])
+def test_a_request_lets_go_of_its_adapter_when_it_ends(rig: Rig, ending: str) -> None:
+    """Its files leave with the last reference, so none may wait for the collection of a cycle."""
+
+    class Adapter:
+        ref = AdapterRef("doll", "0" * 32, "/nowhere", 8)
+
+    adapter: Any = Adapter()
+    gone = weakref.ref(adapter)
+    request = make_request(PROMPT, timeout=0.001 if ending == "late" else None)
+    request.adapter = adapter
+    client = RecordingClient(cancelled=ending == "cancelled")
+    rig.engine.refuse = RequestError("UNAVAILABLE", "no") if ending == "refused" else None
+    gc.collect()
+    gc.disable()
+    try:
+        rig.streams.open(request, client)
+        del request, adapter
+        if ending == "finished":
+            rig.feed(IDS)
+        elif ending == "failed":
+            rig.streams.on_request_failed(RequestFailed(1, "UNAVAILABLE", "no"))
+        elif ending == "unloaded":
+            rig.streams.end_all(RequestError("UNAVAILABLE", "unloaded"))
+        client.wait()
+        rig.settle()
+        rig.engine.submitted.clear()
+        rig.engine.refuse = None
+        wait_for(lambda: rig.settle() or rig.stats.streams or rig.stats.endings)
+        rig.stats.streams.clear()
+        wait_for(lambda: gone() is None)
+    finally:
+        gc.enable()
