@@ -112,6 +112,10 @@ def _check_options(config: EngineConfig, hf_config: Any) -> None:
         raise ConfigError(f"{kind}, whose weights cannot be quantized yet; remove quantization, or take plain weights")
     if config.speculative_config is not None:
         raise ConfigError(f"{kind}: it generates no text, so there is nothing to draft; remove speculative_config")
+    if config.enable_lora:
+        raise ConfigError(f"{kind}, and adapters are for decoders; merge the adapter into it, and remove enable_lora")
+    if config.kv_tiers:
+        raise ConfigError(f"{kind}, whose KV is not kept; remove kv_tiers")
     if config.attention_backend != "auto":
         raise ConfigError(
             f"{kind}, whose attention keeps no KV: attention_backend={config.attention_backend!r} is for decoders; "

@@ -217,6 +217,8 @@ class TestLengths:
     ("options", "message"),
     [
         (dict(quantization="int8"), "weights cannot be quantized"),
+        (dict(enable_lora=True), "adapters are for decoders"),
+        (dict(kv_tiers=[{"type": "host", "size": "1MiB"}]), "whose KV is not kept"),
         (dict(attention_backend="reference"), "attention_backend='reference' is for decoders"),
         (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}), "nothing to draft"),
     ],
