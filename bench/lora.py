@@ -5,7 +5,7 @@
 
 The model has the shape of Qwen3-0.6B, with random weights in bfloat16; adapters have all seven projections.  All sides
 run in this process and take turns, a few decode steps each, so that drift of the machine affects all alike.  The ratios
-are of the times of whole steps with `--rows` rows (base / side), and of a prompt of 512 tokens.
+are of the times of whole steps with `--rows` rows (base / side), of their CPU time, and of a prompt of 512 tokens.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ def make_adapter(folder: Path, checkpoint: Path, rank: int, seed: int) -> Any:
     return describe_adapter(folder, folder.name, rank)
 
 
-def steps_of(core: Any, ids: Any, adapters: list[Any], rows: int, steps: int) -> list[float]:
-    """Seconds of each decode step of `rows` rows, which take turns with the adapters."""
+def steps_of(core: Any, ids: Any, adapters: list[Any], rows: int, steps: int) -> list[tuple[float, float]]:
+    """Seconds and CPU seconds of each decode step of `rows` rows, which take turns with the adapters."""
     for row in range(rows):
         add(core, next(ids), [1 + row, 2, 3, 4], steps + 3, adapters[row % len(adapters)])
     seconds = []
     while core.has_work:
-        start = time.perf_counter()
+        start, cpu = time.perf_counter(), time.process_time()
         message = core.step()
         if message.num_tokens == rows and message.stats.batch_size == rows:
-            seconds.append(time.perf_counter() - start)
+            seconds.append((time.perf_counter() - start, time.process_time() - cpu))
     return seconds[2:]
 
 
@@ -111,14 +111,16 @@ def main() -> None:
         runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
         for _ in range(args.rounds):
             for side, (core, adapters) in sides.items():
-                seconds = steps_of(core, ids, adapters, args.rows, args.steps)
+                seconds, cpu = zip(*steps_of(core, ids, adapters, args.rows, args.steps))
                 prompt = min(prompt_of(core, ids, adapters) for _ in range(2))
-                runs[side].append({"step": statistics.median(seconds), "fastest": min(seconds), "prompt": prompt})
+                run = {"step": statistics.median(seconds), "fastest": min(seconds), "prompt": prompt}
+                runs[side].append({**run, "cpu": statistics.median(cpu), "least_cpu": min(cpu)})
     base = runs["without LoRA"]
     print(f"{common.machine()}, {args.rows} rows, rank {args.rank}, {args.rounds} rounds; ratios are base / side")
     ratios = {}
     for side, found in runs.items():
-        ratios[side] = {name: common.median_ratio(base, found, name) for name in ("step", "fastest", "prompt")}
+        figures = ("step", "fastest", "cpu", "least_cpu", "prompt")
+        ratios[side] = {name: common.median_ratio(base, found, name) for name in figures}
         shown = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios[side].items())
         milliseconds = common.median(found, "step") * 1000
         print(f"  {side:<14} {milliseconds:7.1f} ms a step; {shown}")

@@ -22,7 +22,7 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         max_lora_rank: maximum rank of an adapter; one with a larger rank is refused.
         max_cpu_loras: maximum of adapters in memory; the ones used last stay. `None`: 32. It is also the maximum of
             different adapters that run at the same time; requests for one more wait.
-        lora_dtype: dtype in which adapters are kept; "auto" is the model's, also beside quantized weights.
+        lora_dtype: dtype in which adapters are kept; "auto" is that of the model's activations. No other is served.
         lora_allowed_paths: folders from which the operator can load adapters while the model serves, besides those of
             multi_lora.json. []: none.
     """

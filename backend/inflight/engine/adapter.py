@@ -33,7 +33,7 @@ class Adapters(Protocol):
         """A new engine core: no sequence runs."""
 
     def start(self, ref: AdapterRef) -> None:
-        """A request with it has arrived: load it, if there is room, even if that has failed before."""
+        """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
     def outcome(self, ref: AdapterRef) -> str | None:
         """ "" if requests may start with it; None while they have to wait; else why it cannot be served."""

@@ -81,7 +81,7 @@ class AdapterReader:
 
 
 def _stat(path: str) -> _Stat:
-    """Of the adapter's files; () for those that cannot be found, which the reading explains."""
+    """Of the adapter's files; () if one cannot be found, which reading it explains."""
     try:
         found = [os.stat(Path(path) / name) for name in (CONFIG, WEIGHTS)]
     except (OSError, ValueError):

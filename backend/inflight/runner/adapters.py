@@ -29,7 +29,7 @@ from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
 
-__all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
+__all__ = ["AdapterRows", "AdapterTable", "attach_adapters", "check_adapters"]
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ _RECENT = 0.5
 # Seconds after which requests that wait for room make another adapter's requests wait.
 _PATIENCE = 2.0
 _MAX_FAILURES = 1024  # remembered
+# Seconds before requests with an adapter that could not be loaded make the loader try again.
+_RETRY = 5.0
 
 
 @dataclass(eq=False)
@@ -76,7 +78,7 @@ class AdapterTable:
         self._limit, self._max_rank = limit, max_rank
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
-        self._failures: OrderedDict[str, str] = OrderedDict()
+        self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
 
@@ -91,13 +93,14 @@ class AdapterTable:
         self._waiting.clear()
 
     def start(self, ref: AdapterRef) -> None:
-        self._failures.pop(ref.id, None)
+        if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
+            self._failures.pop(ref.id, None)
         self.outcome(ref)
 
     def outcome(self, ref: AdapterRef) -> str | None:
         failure = self._failures.get(ref.id)
         if failure is not None:
-            return failure
+            return failure[0]
         now = self._clock()
         entry = self._entries.get(ref.id)
         if entry is None:
@@ -168,7 +171,7 @@ class AdapterTable:
 
     def _fail(self, adapter_id: str, reason: str) -> None:
         del self._entries[adapter_id]
-        self._failures[adapter_id] = reason
+        self._failures[adapter_id] = reason, self._clock()
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
@@ -236,25 +239,29 @@ class AdapterRows:
 _BASE = Entry(AdapterRef("", "", "", 0))
 
 
+def check_adapters(config: EngineConfig, device: torch.device) -> None:
+    """Before anything is loaded.  Raises ConfigError: they cannot be served on this device."""
+    if config.enable_lora and device.type != "cpu":
+        raise ConfigError(
+            f'enable_lora=True on device "{device.type}": adapters are served on CPUs; merge the adapter into the '
+            'checkpoint, or set device to "cpu"'
+        )
+
+
 def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRows]:
     """The step hook for adapters, if the options ask for it; `loaded.info` gets the table and its salts.
 
     Raises:
-        ConfigError: they cannot be served on this device or in this dtype.
+        ConfigError: they cannot be served in the dtype that was asked for.
     """
     if not config.enable_lora:
         return []
-    if loaded.device.type != "cpu":
-        raise ConfigError(
-            f'enable_lora=True with device "{loaded.device.type}": adapters are served on CPUs; merge the adapter into '
-            'the checkpoint, or set device to "cpu"'
-        )
     model = adapted_model(loaded.model, loaded.dtype, lambda: _run_a_few(config, loaded))
-    wanted = {"auto": model.dtype}.get(config.lora_dtype) or getattr(torch, config.lora_dtype)
-    if wanted != model.dtype:
+    own = str(model.dtype).removeprefix("torch.")
+    if config.lora_dtype not in ("auto", own):
         raise ConfigError(
-            f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is "
-            f'{str(model.dtype).removeprefix("torch.")!r}; set lora_dtype to "auto", or dtype to {config.lora_dtype!r}'
+            f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
+            f'to "auto", or dtype to {config.lora_dtype!r}'
         )
     table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank)
     loaded.info.adapters = table

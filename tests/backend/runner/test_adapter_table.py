@@ -112,13 +112,15 @@ def test_who_no_longer_waits_stops_nothing() -> None:
     assert table.after(1).outcome(A) == "", "B's request was aborted"
 
 
-def test_a_failure_is_told_and_tried_again_for_the_next_request() -> None:
+def test_a_failure_is_told_and_tried_again_for_a_later_request() -> None:
     table = Table(limit=1)
     table.start(A)
     table.finish("adapter 'a': no")
     assert table.outcome(A) == "adapter 'a': no"
-    assert table.outcome(A) == "adapter 'a': no" and not table.loading
-    table.start(A)
+    for _ in range(3):  # many requests with it do not keep the loader busy
+        table.after(1).start(A)
+        assert table.outcome(A) == "adapter 'a': no" and not table.loading
+    table.after(5).start(A)
     table.finish()
     assert table.outcome(A) == ""
 

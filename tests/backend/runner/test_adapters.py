@@ -13,11 +13,12 @@ import torch
 from adapters import attached, make_adapter, merged_checkpoint
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from nightly import nightly_but
-from offline import make_core, run, tokens
+from offline import make_config, make_core, run, tokens
 from pooled import expected_vector, pooled, vectors_of
 from transformers import AutoModelForCausalLM
 
 from inflight.adapters.spec import describe_adapter
+from inflight.config import ConfigError
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
@@ -28,10 +29,11 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu.library import use_instruction_set
 from inflight.loading.forward.native_decoder import NativeDecoder
 from inflight.runner import adapters as table_module
+from inflight.runner.pipeline import make_runner
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, seed=0)
 
-# What an adapter may look like; the targets are the last names of its layers.
+# Adapters of many kinds; the targets are the last names of their layers.
 KINDS: dict[str, dict[str, Any]] = {
     "all layers": {},
     "some layers": dict(targets=["q_proj", "v_proj", "qkv_proj", "down_proj", "c_fc", "fc2"]),
@@ -330,6 +332,30 @@ def test_experts_and_heads_are_refused_by_name(tmp_path: Path) -> None:
 def test_without_enable_lora_an_adapter_is_refused(llama: str, eight: list[AdapterRef]) -> None:
     refused = make_core(llama).add_request(AddRequest(1, [1], SamplingParams(), attached=attached(eight[0])))
     assert refused is not None and refused.code == "INVALID_ARG" and '"enable_lora": true' in refused.message
+
+
+def test_a_row_without_its_adapter_fails_alone(
+    llama: str, eight: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which admission prevents: no row runs with the checkpoint in place of its adapter."""
+    core = make_core(llama, enable_lora=True)
+    plain = steps_of(core, 5, None)
+    monkeypatch.setattr(core.info.adapters, "get", lambda adapter_id: None)
+    for i, ref in enumerate([None, eight[0], None]):
+        assert core.add_request(short(i, ref)) is None
+    found, failed = steps_until_idle(core)
+    assert found == {0: plain, 2: plain}
+    assert list(failed) == [1] and "the adapter of this request is not in memory" in failed[1]
+
+
+def test_options_that_cannot_be_met(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for options, said in [
+        ({"device": "cuda"}, 'enable_lora=True on device "cuda": adapters are served on CPUs'),
+        ({"lora_dtype": "bfloat16"}, "lora_dtype='bfloat16': .* which is 'float32'"),
+    ]:
+        with pytest.raises(ConfigError, match=said):
+            make_runner(make_config(llama, enable_lora=True, **options))
 
 
 def test_others_run_and_an_abort_ends_while_an_adapter_is_loaded(

@@ -76,7 +76,7 @@ class AdapterRows {
     });
   }
 
-  // What each row grows by, valid until the next call.
+  // The growth of each row, valid until the next call.
   const Delta* deltas(int64_t layer, Projection projection) {
     bool any = false;
     std::fill(deltas_.begin(), deltas_.end(), Delta{nullptr, nullptr});

@@ -124,7 +124,8 @@ class PackedAdapter:
                 halves[index] = _HalfPanel(offset + place * size, low, high - low)
             offset += len(chosen) * size
         values = allocate(offset, dtype=dense.dtype)
-        torch.cat(blocks, out=values) if blocks else None
+        if blocks:
+            torch.cat(blocks, out=values)
         struct.values, struct.halves, struct.dtype = values.data_ptr(), halves, DTYPE_CODES[dense.dtype]
         self.nbytes += values.nbytes
         self._parts += [values, halves]
