@@ -57,11 +57,12 @@ class ModelUpstreams:
 
     async def adapter(self, name: str) -> ServedModel | None:
         """As `Upstream.adapter`."""
+        found = []
         for one in self._all:
             with contextlib.suppress(APIError):  # its Tritons cannot be reached
-                if (found := await one.adapter(name)) is not None:
-                    return found
-        return None
+                found.append(await one.adapter(name))
+        having = [model for model in found if model is not None]
+        return having[0] if len(having) == 1 else None  # of several models, one must be named: MODEL/NAME
 
     def forget(self) -> None:
         """As `Upstream.forget`."""

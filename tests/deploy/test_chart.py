@@ -137,6 +137,19 @@ def test_a_volume_and_a_secret_for_kept_kv() -> None:
     ]
 
 
+def test_adapters_of_a_model() -> None:
+    adapters = {"doll": "/checkpoint/loras/doll", "sheep": "/loras/sheep"}
+    found = render({"model": {"adapters": adapters, "settings": {"max_lora_rank": 32}}})
+    data = only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]
+    assert json.loads(data["multi_lora.json"]) == adapters
+    assert json.loads(data["model.json"])["enable_lora"] is True
+    mounts = {mount["mountPath"]: mount for mount in containers(server(found))["triton"]["volumeMounts"]}
+    assert mounts["/repository/demo/1/multi_lora.json"]["subPath"] == "multi_lora.json"
+    found = render({"model": {"settings": {"enable_lora": True, "lora_allowed_paths": ["/loras"]}}})
+    assert json.loads(only(found, "ConfigMap", name=f"{FULLNAME}-model")["data"]["multi_lora.json"]) == {}
+    assert "multi_lora.json" not in only(render({}), "ConfigMap", name=f"{FULLNAME}-model")["data"]
+
+
 def test_a_packaged_chart_contains_alerts_and_dashboard(tmp_path: Path) -> None:
     """In an archive there are no links to files outside."""
     archive = helm_python.package(CHART, destination=tmp_path)

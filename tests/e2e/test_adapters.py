@@ -164,29 +164,30 @@ def test_lora_is_off(dressed: TritonServer) -> None:
         assert generated(dressed, "mine", name)["error"] == "LoRA feature is not enabled."
 
 
-def test_a_missing_file_is_the_error_of_the_load(dressed: TritonServer) -> None:
-    entry = write_entry(dressed.repositories[-1], "broken", enable_lora=True)
+def test_a_missing_file_is_the_error_of_the_load(triton: TritonServer) -> None:
+    """On a server that no test asks whether it is ready: with a failed load it is not."""
+    entry = write_entry(triton.repositories[-1], "broken", enable_lora=True)
     with pytest.raises(InferenceServerException, match=f"Triton backend cannot find {entry}/1/multi_lora.json."):
-        load(dressed, "broken")
+        load(triton, "broken")
     shutil.rmtree(entry)
 
 
 @pytest.mark.nightly
-def test_an_adapter_that_does_not_fit_the_checkpoint_is_the_error_of_the_load(
-    dressed: TritonServer, root: Path
-) -> None:
+def test_an_adapter_that_does_not_fit_the_checkpoint_is_the_error_of_the_load(triton: TritonServer, root: Path) -> None:
     """The engine finds it; neither its process nor the stub stays."""
     shape = json.loads((CHECKPOINT / "config.json").read_text())
     wider = root / "wider"
     wider.mkdir()
     (wider / "config.json").write_text(json.dumps({**shape, "intermediate_size": 800}))
     folder = write_adapter(root / "misfit", checkpoint=wider)
-    entry = write_entry(dressed.repositories[-1], "misfit", enable_lora=True)
+    entry = write_entry(triton.repositories[-1], "misfit", enable_lora=True)
     (entry / "1" / "multi_lora.json").write_text(json.dumps({"misfit": str(folder)}))
-    reason = r"multi_lora.json: adapter 'misfit': .*down_proj.*the adapter is of another model"
-    with pytest.raises(InferenceServerException, match=reason):
-        load(dressed, "misfit")
-    wait_for(lambda: not model_processes(dressed, "misfit"))
+    with pytest.raises(
+        InferenceServerException,
+        match=r"multi_lora.json: adapter 'misfit': .*down_proj.*the adapter is of another model",
+    ):
+        load(triton, "misfit")
+    wait_for(lambda: not model_processes(triton, "misfit"))
     shutil.rmtree(entry)
 
 

@@ -51,7 +51,7 @@ def run_client(address: str, prompt: str = PROMPT, **options: Any) -> list[grpcc
     for name, value in options.items():
         array = np.array([value if isinstance(value, list) else [value]])
         kinds = {"i": np.int32, "f": np.float32, "b": bool, "U": object}
-        values[name] = array.astype(np.uint64 if name == "seed" else kinds[array.dtype.kind])
+        values[name] = array.astype(np.uint64 if name in ("seed", "lora_task_id") else kinds[array.dtype.kind])
     inputs = []
     for name, array in values.items():
         inputs.append(grpcclient.InferInput(name, array.shape, np_to_triton_dtype(array.dtype)))

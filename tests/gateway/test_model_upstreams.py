@@ -166,3 +166,23 @@ async def test_a_name_with_several_addresses_gets_requests_in_turn_if_asked(bala
 def test_round_robin_is_an_option_of_grpc_alone() -> None:
     with pytest.raises(ValueError, match="round_robin"):
         Connection.build(None, "http", {"round_robin": True})
+
+
+async def test_an_adapter_leads_to_the_tritons_of_its_model(front: tuple[Fleet, httpx.AsyncClient]) -> None:
+    fleet, http = front
+    for name, adapters in (("qwen", {"doll": "a" * 32, "both": "b" * 32}), ("llama", {"sheep": "c" * 32, "both": "d"})):
+        fleet.clients[name].info = {**fleet.clients[name].info, "adapters": adapters}
+    for model, client, adapter in (
+        ("sheep", "llama", "sheep"),
+        ("doll", "qwen", "doll"),
+        ("llama", "llama", None),
+        ("llama/both", "llama", "both"),
+    ):
+        answer = await http.post("/v1/completions", json={"model": model, "prompt": "a"})
+        assert answer.status_code == 200, answer.text
+        sent = fleet.clients[client].requests[-1]
+        assert (sent.model, sent.adapter) == (client, adapter)
+    assert (await http.post("/v1/completions", json={"model": "both", "prompt": "a"})).status_code == 404
+    fleet.breaks("qwen")
+    assert (await http.post("/v1/completions", json={"model": "sheep", "prompt": "a"})).status_code == 200
+    assert (await http.post("/v1/completions", json={"model": "unknown", "prompt": "a"})).status_code == 404
