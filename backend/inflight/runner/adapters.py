@@ -215,6 +215,8 @@ class AdapterRows:
         self._of_slot: dict[int, Entry | None] = {}  # slots with adapters; None: it is not in memory
 
     def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
+        if out.new_rows:  # so it is no part of a step that raised, which lacks other rows
+            self._forget_ended(out)
         for row in out.new_rows:
             self._of_slot.pop(row.slot, None)
             if row.attached is not None and row.attached.adapter is not None:
@@ -226,7 +228,6 @@ class AdapterRows:
         if None in entries:
             raise RuntimeError("the adapter of this request is not in memory")
         self._model.set_rows([entry.packed for entry in entries if entry is not None], out.num_scheduled_tokens)
-        self._forget_ended(out)
 
     def _forget_ended(self, out: SchedulerOutput) -> None:
         """Rows that have ended keep no adapter in memory; one that has just ended can be in a step made ahead."""

@@ -204,7 +204,7 @@ def test_any_setting_gives_the_tokens_of_merged_weights(
     if setting in ("preempting", "swapping"):
         assert core.scheduler.num_preempted_total > 0
     if setting.startswith("drafts"):
-        assert core.scheduler.policies.draft_counts.proposed > 0
+        assert core.scheduler.policies.draft_counts.drafts > 0
 
 
 def test_a_prefix_belongs_to_one_adapter(llama: str, eight: list[AdapterRef], tmp_path: Path) -> None:

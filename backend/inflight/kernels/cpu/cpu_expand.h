@@ -24,7 +24,7 @@ struct BfloatLanes : Float32 {
   }
 };
 
-// tile [kRows][kPanel], of which the first kPanel / 2 columns grow by inner [kRows][depth] x values [depth][kPanel / 2].
+// The first kPanel / 2 columns of tile [kRows][kPanel] grow by inner [kRows][depth] x values [depth][kPanel / 2].
 template <class Op, int kRows>
 void expand_block(const char* values, int64_t depth, const float* const* inner, float* tile) {
   Vec sums[kRows][kHalfVectors] = {};

@@ -119,7 +119,7 @@ struct Expand {
   int32_t dtype;            // a float type
 };
 
-// What an adapter adds to a row of a product, before bias and gate: B of its `inner`, which is A x.
+// The addition of an adapter to a row of a product, before bias and gate: B of its `inner`, which is A x.
 struct Delta {
   const Expand* parts;  // of the Linear and those behind it; null: nothing
   const float* inner;

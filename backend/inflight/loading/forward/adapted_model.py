@@ -1,4 +1,4 @@
-"""A model some of whose rows are computed with adapters (LoRA): the seam, and which of its answers a model gets."""
+"""The seam for models that compute some rows with adapters (LoRA), and the choice of an answer for a model."""
 
 from __future__ import annotations
 

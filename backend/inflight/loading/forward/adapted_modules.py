@@ -1,8 +1,8 @@
 """Adapters of a model that runs through transformers' modules: each linear layer adds what its rows' adapters add.
 
 A layer can have an adapter if a trial shows that the model calls it with all tokens: not an expert, which gets the
-tokens that are routed to it, not a layer whose weight the model reads by itself, and not the head.  What a layer
-computes is not touched; the rows that have adapters grow afterwards.
+tokens that are routed to it, not a layer whose weight the model reads by itself, and not the head.  The results
+of a layer grow afterwards, in the rows that have adapters; the other rows are not touched.
 """
 
 from __future__ import annotations
