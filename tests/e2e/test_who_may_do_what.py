@@ -17,7 +17,7 @@ import pytest
 import tritonclient.grpc as grpc
 from guarded_entry import CHECKPOINT, HEADER, KEY
 from tritonclient.utils import InferenceServerException
-from wire import post, tensor
+from wire import post, tensor, wait_for
 
 from inflight_client import Client, InflightError
 from inflight_tools.launcher import TritonServer
@@ -59,6 +59,7 @@ GUARDED = [
 
 
 def test_clients_need_no_key(guarded: TritonServer) -> None:
+    wait_for(lambda: request(guarded, "GET", "/v2/health/ready")[0] == 200)  # another module's model is being unloaded
     assert {path: request(guarded, "GET", path)[0] for path in OPEN} == dict.fromkeys(OPEN, 200)
     with urllib.request.urlopen(f"http://{guarded.metrics_address}/metrics") as response:
         assert b"inflight_requests_running" in response.read()
