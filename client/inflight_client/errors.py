@@ -108,7 +108,7 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         r"queue is full|exceeds maximum queue size|being restarted|cannot be restarted|being unloaded"
         r"|no available versions|is not ready|not yet ready|temporarily unavailable|shutting down|try again later"
         r"|server is stopping|stopped accepting|unhealthy engine|server exiting|is draining|; retry in [0-9.]+ s$"
-        r"|stub process .* is not healthy",
+        r"|stub process .* is not healthy|engine did not load it within",
     ),
     ("NOT_FOUND", r"unknown model: .* is not found"),
     (

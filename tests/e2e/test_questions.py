@@ -109,6 +109,7 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "pooling_tasks": ["embed", "score"],
         "embedding_size": 256,
         "labels": [],
+        "adapters": None,
     }
 
 

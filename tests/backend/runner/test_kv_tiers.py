@@ -43,6 +43,7 @@ IRRELEVANT = {
     *("shared_step_rows", "shed_on_predicted_wait", "short_prompt_share", "sjf_aging_seconds", "spare_engine"),
     *("speculative_config", "step_trace", "stream_interval", "swap_space", "tenant_header", "tenants", "tokenizer"),
     *("tokenizer_revision", "trust_request_chat_template", "watermark", "wire_format"),
+    *("enable_lora", "lora_allowed_paths", "lora_dtype", "max_cpu_loras", "max_lora_rank", "max_loras"),  # salts
 }
 IN_THE_FACTS = {"attention_backend", "device", "dtype", "model", "revision", "trust_remote_code"}
 

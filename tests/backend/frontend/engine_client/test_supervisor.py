@@ -398,6 +398,8 @@ def test_an_unload_answers_open_requests_and_questions(tmp_path: Path, triton_mo
     nothing = types.SimpleNamespace(stop=lambda: None, close=lambda: None)
     for part in ("_drain", "_status", "_tokenize_pool", "_unload_detector", "_beat", "_registry_entry", "_spans"):
         setattr(triton_model, part, nothing)
+    triton_model._peers = triton_model._adapters = nothing
+    triton_model._adapter_metrics = None
     triton_model._chat = ChatTemplate(None)
     triton_model._group = None
     triton_model._tensors = types.SimpleNamespace(clear=lambda: None)

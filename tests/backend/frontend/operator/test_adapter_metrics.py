@@ -118,11 +118,11 @@ def test_several_instances_add_up() -> None:
     assert sum(m.name == INFO for m in shared.values()) == 1
 
 
-def test_ten_thousand_names_make_a_bounded_number_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thousands_of_names_make_a_bounded_number_of_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_metrics, "_MAX_SETS", 50)
     monkeypatch.setattr(adapter_metrics, "_MAX_NAMES", 20)
     rig = Rig()
-    for number in range(10_000):
+    for number in range(1_000):
         rig.publish((f"a{number}", True), ("doll", False))
         assert sum(rig.requests().values()) == 2
     assert len(rig.of(INFO)) <= 51 and len(rig.of(REQUESTS)) <= 2 * 21
