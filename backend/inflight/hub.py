@@ -113,7 +113,11 @@ def _gguf_of_hub(source: str, named: HubName, revision: str | None) -> Path:
     if why is not None:
         return _gguf_of_cache(source, named, revision, why)
     try:
-        name = named.file or choose(_names_on_hub(source, named.repository, revision), named.tag or "")
+        names = [] if named.file else _names_on_hub(source, named.repository, revision)
+    except CheckpointFileError as error:  # it answers, but not this question: a rate limit, a token that expired
+        return _gguf_of_cache(source, named, revision, str(error).removeprefix(f"{source}: "))
+    try:
+        name = named.file or choose(names, named.tag or "")
     except HubNameError as error:
         raise CheckpointFileError(f"{source}: {error}") from None
     found = _download(source, named.repository, name, revision)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 from urllib.parse import urlsplit
 
 import gguf_files
@@ -239,6 +240,18 @@ def test_a_file_that_has_left_the_cache_is_downloaded_again(online: type[Reposit
     file.unlink()
     found = gguf_file("acme/tiny-GGUF:Q8_0")
     assert found is not None and found.is_file()
+
+
+def test_a_hub_that_does_not_list_its_files_is_not_needed(
+    online: type[Repositories], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate limit, or a token that expired."""
+    file = gguf_file("acme/tiny-GGUF:Q8_0")
+    refused = CheckpointFileError("no such file, and the hub says: 429 Too Many Requests")
+    monkeypatch.setattr(hub, "_names_on_hub", Mock(side_effect=refused))
+    assert gguf_file("acme/tiny-GGUF:Q8_0") == file
+    with pytest.raises(CheckpointFileError, match="429"):
+        gguf_file("acme/tiny-GGUF:Q4_K_M")
 
 
 @pytest.mark.parametrize(

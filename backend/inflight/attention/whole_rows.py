@@ -60,6 +60,7 @@ class WholeRowAttention:
                 enable_gqa=spec.num_heads > spec.num_kv_heads,
             )
             out[start:end] = found[0].transpose(0, 1)
+        cache.key = cache.value = query.new_empty(0)  # they live as long as their layer: not until the next step
         return out
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -29,6 +30,9 @@ _TRACING = ("transformers", "triton", "torch._dynamo", "torch._inductor", "torch
 
 class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:
+        real = sys.modules.get(self.__name__, self)
+        if real is not self:  # a module that imported the placeholder keeps it
+            return getattr(real, name)
         being_imported = _FINDER not in sys.meta_path
         asked_of_every_module = name.startswith("__") and name != "__path__"  # by `inspect`, for one
         if being_imported or asked_of_every_module:
@@ -48,6 +52,7 @@ class _BeforeTracing(MetaPathFinder):
 
 _PLACEHOLDERS = {name: _Placeholder(name) for name in _PARTS}
 _FINDER = _BeforeTracing()
+_LOCK = threading.RLock()
 
 
 def import_torch() -> None:
@@ -65,11 +70,12 @@ def import_torch() -> None:
 
 
 def complete_torch() -> None:
-    """Import what was left out, if anything was."""
-    left_out = [name for name, placeholder in _PLACEHOLDERS.items() if sys.modules.get(name) is placeholder]
-    for name in left_out:
-        del sys.modules[name]
-    for name in left_out:
-        importlib.import_module(name)
-    if _FINDER in sys.meta_path:
-        sys.meta_path.remove(_FINDER)
+    """Import what was left out, if anything was.  Other threads that need it wait."""
+    with _LOCK:
+        left_out = [name for name, placeholder in _PLACEHOLDERS.items() if sys.modules.get(name) is placeholder]
+        for name in left_out:
+            del sys.modules[name]
+        for name in left_out:
+            importlib.import_module(name)
+        if _FINDER in sys.meta_path:
+            sys.meta_path.remove(_FINDER)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ from pooled import pooled, vectors_of
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
+from inflight.attention.base import LayerSpec
+from inflight.attention.whole_rows import WholeRowAttention
 from inflight.config import ConfigError
 from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
@@ -121,6 +124,16 @@ def test_no_prefix_is_cached(bert: str) -> None:
     vectors |= vectors_of(core, [pooled(1, [*prompt[:48], 7, 8], "last")])[0]
     np.testing.assert_allclose(vectors[1], alone(model, [*prompt[:48], 7, 8], "last"), rtol=1e-5, atol=1e-6)
     assert core.pool.num_prefix_queries == 0
+
+
+def test_keys_and_values_end_with_their_layer() -> None:
+    backend, spec = WholeRowAttention(), LayerSpec(2, 2, 8, 8, scaling=1.0)
+    cache = backend.new_cache(1, 16, spec, torch.float32, torch.device("cpu"))
+    part = torch.randn(3, 2, 8)
+    batch = cast(Any, SimpleNamespace(query_start_loc_cpu=[0, 3]))
+    backend.write(part, part, cache, batch)
+    assert backend.attend(part, cache, batch, spec, None).shape == part.shape
+    assert cache.key.numel() == cache.value.numel() == 0
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ class VectorsBeside(EngineListener):
 
     def __init__(self) -> None:
         self._texts, self._vectors = FcfsOrder(), FcfsOrder()
-        self._vectors_next = False  # a text was admitted last, while vectors waited
+        self._vectors_next = False  # the last one admitted was a text
 
     def __len__(self) -> int:
         return len(self._texts) + len(self._vectors)
