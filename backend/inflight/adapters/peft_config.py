@@ -36,6 +36,8 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; an adapter must apply to all tokens",
     "megatron_config": "Megatron's layers are not served; export the adapter for transformers",
 }
+# Values of init_lora_weights, besides true and false, that leave the checkpoint's weights as they are.
+_INITS = ("gaussian", "eva", "orthogonal")
 _OUTSIDE_LAYERS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "output_layer")
 
 
@@ -164,9 +166,19 @@ def parse_config(text: bytes) -> PeftConfig:
             why = "it is not served; merge the adapter into the checkpoint"
         if why is not None and value:
             raise AdapterError(f"{_line(key)}={_line(value)}: {why}")
+    _check_init(raw.get("init_lora_weights"))
     _check_numbers(config)
     _check_targets(config)
     return config
+
+
+def _check_init(init: Any) -> None:
+    """PiSSA, OLoRA, CorDA, LoftQ and the like subtract the first matrices from the weights that are trained on."""
+    if isinstance(init, str) and init.lower() not in _INITS:
+        raise AdapterError(
+            f"init_lora_weights={_line(init)!r}: the checkpoint's own weights were changed when the adapter was made; "
+            "save it with PEFT's path_initial_model_for_weight_conversion, or merge it into the changed checkpoint"
+        )
 
 
 def _check_numbers(config: PeftConfig) -> None:
