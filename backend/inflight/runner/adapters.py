@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 # Seconds that an unused adapter stays after a request asked about it: it waits for a slot or for blocks.
 _RECENT = 0.5
-# Seconds after which requests that wait for room make another adapter's requests wait.
+# Seconds after which requests that wait for room make another adapter's requests wait; then one more's, as often.
 _PATIENCE = 2.0
 _MAX_FAILURES = 1024  # remembered
 # Seconds before requests with an adapter that could not be loaded make the loader try again.
@@ -115,7 +115,7 @@ class AdapterTable:
         if error is not None:
             self._fail(ref.id, str(error))
             return str(error)
-        return None if self._draining(now) is entry else ""
+        return None if entry in self._draining(now) else ""
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]
@@ -194,15 +194,19 @@ class AdapterTable:
                 return True
         return False
 
-    def _draining(self, now: float) -> Entry | None:
-        """The adapter that starts no more requests, because requests of others have waited too long for room."""
+    def _draining(self, now: float) -> list[Entry]:
+        """Adapters that start no more requests, because requests of others have waited too long for room.
+
+        They grow in number, since the requests of the first ones may be the longest.
+        """
         if not self._waiting:
-            return None
+            return []
         self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _RECENT}
-        if not any(now - first >= _PATIENCE for first, _ in self._waiting.values()):
-            return None
-        held = [entry for entry in self._entries.values() if entry.num_held]
-        return min(held, key=lambda entry: entry.admitted, default=None)
+        longest = max((now - first for first, _ in self._waiting.values()), default=0.0)
+        if longest < _PATIENCE:
+            return []
+        held = sorted((entry for entry in self._entries.values() if entry.num_held), key=lambda entry: entry.admitted)
+        return held[: int(longest / _PATIENCE)]
 
 
 class AdapterRows:

@@ -49,7 +49,7 @@ def ref_of(name: str) -> AdapterRef:
     return AdapterRef(name, f"id of {name}", "/nowhere", 4)
 
 
-A, B, C = map(ref_of, "abc")
+A, B, C, D = map(ref_of, "abcd")
 
 
 def test_the_one_that_was_used_longest_ago_leaves() -> None:
@@ -100,6 +100,20 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
     assert table.outcome(C) == ""
     table.hold(C)
     assert table.after(5).outcome(A) is None and not table.loading
+
+
+def test_one_more_drains_while_the_first_one_does_not_end() -> None:
+    table = Table(limit=3)
+    for one in (A, B, D):
+        table.after(0.01).loads(one)
+        table.hold(one)
+    assert table.outcome(C) is None
+    for drained in range(4):
+        assert [table.outcome(one) for one in (A, B, D)] == [*[None] * drained, *[""] * (3 - drained)]
+        for _ in range(8):
+            table.after(0.25).outcome(C)
+    table.release(B)
+    assert table.outcome(C) is None and table.loading[0].ref == C
 
 
 def test_who_no_longer_waits_stops_nothing() -> None:
