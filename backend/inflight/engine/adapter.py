@@ -44,5 +44,8 @@ class Adapters(Protocol):
     def release(self, ref: AdapterRef) -> None:
         """A sequence that held it no longer runs."""
 
+    def forget(self, ref: AdapterRef) -> None:
+        """No request with it is left, so none waits for it."""
+
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

@@ -37,6 +37,8 @@ _log = logging.getLogger(__name__)
 _RECENT = 0.5
 # Seconds after which requests that wait for room make another adapter's requests wait; then one more's, as often.
 _PATIENCE = 2.0
+# Seconds after which a request that asked for room no longer counts: others go before it.  Longer than any step.
+_NOT_NEXT = 30.0
 _MAX_FAILURES = 1024  # remembered
 # Seconds before requests with an adapter that could not be loaded make the loader try again.
 _RETRY = 5.0
@@ -95,7 +97,11 @@ class AdapterTable:
     def start(self, ref: AdapterRef) -> None:
         if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
             self._failures.pop(ref.id, None)
-        self.outcome(ref)
+        if ref.id in self._failures:
+            return
+        # Without room it waits only once it is next: one far back in the queue must not stop those before it.
+        if ref.id in self._entries or self._evict(self._clock()):
+            self.outcome(ref)
 
     def outcome(self, ref: AdapterRef) -> str | None:
         failure = self._failures.get(ref.id)
@@ -124,6 +130,9 @@ class AdapterTable:
 
     def release(self, ref: AdapterRef) -> None:
         self._entries[ref.id].num_held -= 1
+
+    def forget(self, ref: AdapterRef) -> None:
+        self._waiting.pop(ref.id, None)
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         entry = self._entries.get(ref.id)
@@ -201,7 +210,7 @@ class AdapterTable:
         """
         if not self._waiting:
             return []
-        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _RECENT}
+        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _NOT_NEXT}
         longest = max((now - first for first, _ in self._waiting.values()), default=0.0)
         if longest < _PATIENCE:
             return []

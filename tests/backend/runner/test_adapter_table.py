@@ -122,8 +122,26 @@ def test_who_no_longer_waits_stops_nothing() -> None:
     table.hold(A)
     for _ in range(25):
         table.after(0.1).outcome(B)
-    assert table.outcome(A) is None
-    assert table.after(1).outcome(A) == "", "B's request was aborted"
+    assert table.after(3).outcome(A) is None, "a step can take long"
+    table.forget(B)
+    assert table.outcome(A) == "", "B's request was aborted"
+
+
+def test_who_is_far_back_in_the_queue_stops_nothing() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    table.start(B)
+    assert table.after(3).outcome(A) == ""
+
+
+def test_who_was_passed_by_others_stops_nothing() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    table.outcome(B)
+    assert table.after(29).outcome(A) is None
+    assert table.after(1).outcome(A) == ""
 
 
 def test_a_failure_is_told_and_tried_again_for_a_later_request() -> None:

@@ -21,11 +21,13 @@ class AdapterAdmission(EngineListener):
     def __init__(self, inner: AdmissionPolicy, adapters: Adapters) -> None:
         self._inner = inner
         self._adapters = adapters
+        self._open: dict[str, set[Request]] = {}  # by adapter
         adapters.reset()
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
         if ref is not None:
+            self._open.setdefault(ref.id, set()).update(sequences)
             self._adapters.start(ref)
 
     def admits(
@@ -47,6 +49,16 @@ class AdapterAdmission(EngineListener):
         ref = _adapter_of(request)
         if ref is not None:
             self._adapters.release(ref)
+
+    def ended(self, request: Request) -> None:
+        ref = _adapter_of(request)
+        if ref is None:
+            return
+        sequences = self._open[ref.id]
+        sequences.discard(request)
+        if not sequences:
+            del self._open[ref.id]
+            self._adapters.forget(ref)
 
 
 def _adapter_of(request: Request) -> AdapterRef | None:
