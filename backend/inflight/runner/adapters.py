@@ -51,7 +51,7 @@ class Entry:
     Attributes:
         packed: for `AdaptedModel.set_rows`, once it is loaded.
         loaded: done when `packed` is there; its result is the answer to `LoadAdapter`.
-        num_held: sequences that run with it.
+        num_held: requests that have begun with it, and not ended.
         asked, admitted: when a request last asked about it, and last started with it; seconds.
     """
 
@@ -103,7 +103,7 @@ class AdapterTable:
         if ref.id in self._entries or self._evict(self._clock()):
             self.outcome(ref)
 
-    def outcome(self, ref: AdapterRef) -> str | None:
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
         failure = self._failures.get(ref.id)
         if failure is not None:
             return failure[0]
@@ -121,7 +121,7 @@ class AdapterTable:
         if error is not None:
             self._fail(ref.id, str(error))
             return str(error)
-        return None if entry in self._draining(now) else ""
+        return None if not begun and entry in self._draining(now) else ""
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]

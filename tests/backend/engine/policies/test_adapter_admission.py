@@ -27,8 +27,8 @@ class Table:
 
     def start(self, ref: AdapterRef) -> None: ...
 
-    def outcome(self, ref: AdapterRef) -> str | None:
-        return self.answers.get(ref.name, "")
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
+        return "" if begun else self.answers.get(ref.name, "")
 
     def hold(self, ref: AdapterRef) -> None:
         self.held.append(ref.name)
@@ -48,10 +48,8 @@ def table() -> Table:
     return Table()
 
 
-def core_of(table: Table, **config: Any) -> EngineCore:
-    info = Info()
-    info.adapters = table
-    return make_core(info, enable_lora=True, **config)
+def core_of(table: Table, num_blocks: int = 64, **config: Any) -> EngineCore:
+    return make_core(Info(num_blocks=num_blocks, adapters=table), enable_lora=True, **config)
 
 
 def add(core: EngineCore, request_id: int, name: str, length: int = 5, **params: Any) -> None:
@@ -70,3 +68,34 @@ def test_the_last_request_to_end_is_told(table: Table) -> None:
     assert table.forgotten == []
     core.abort(2)
     assert table.forgotten == ["a"]
+
+
+def test_a_request_that_has_begun_holds_its_adapter_once_until_it_ends(table: Table) -> None:
+    """Its second sequence starts after the first one's prompt, while the adapter starts no more requests."""
+    core = core_of(table, max_num_batched_tokens=8)
+    add(core, 1, "a", length=12, n=2, max_tokens=3)
+    core.step()
+    assert table.held == ["a"]
+    table.answers["a"] = None
+    add(core, 2, "a", max_tokens=3)
+    ended = set()
+    for _ in range(20):
+        ended |= {(delta.request_id, delta.index) for delta in core.step().deltas if delta.finish_reason is not None}
+        assert table.held == ([] if len(ended) == 2 else ["a"])
+    assert ended == {(1, 0), (1, 1)} and table.forgotten == []
+    core.abort(2)
+    assert table.forgotten == ["a"]
+
+
+def test_a_preempted_request_keeps_its_adapter(table: Table) -> None:
+    core = core_of(table, num_blocks=16, block_size=4, enable_prefix_caching=False)
+    for request_id, name in enumerate("ab"):
+        add(core, request_id, name, length=20, max_tokens=40)
+    while not core.scheduler.num_preempted_total:
+        core.step()
+    assert len(core.scheduler.running) == 1 and sorted(table.held) == ["a", "b"]
+    table.answers = {"a": None, "b": None}
+    while core.has_work:
+        assert not core.step().failed
+        assert not core.scheduler.held
+    assert table.held == []
