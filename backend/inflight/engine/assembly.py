@@ -42,6 +42,7 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     accounts, record = TenantAccounts(config), AdmissionRecord()
     pool, loads = KVPool(info.num_blocks, config.block_size), None
     if info.tiers is not None:
+        info.tiers.num_pools += 1
         longest = info.max_model_len + 1  # with the void token of a pooled request
         pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, [*info.tiers.reserved])
         loads = Loads(info.tiers, tiered, clock)

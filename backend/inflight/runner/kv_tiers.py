@@ -32,7 +32,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
         raise LoadError(
             f'kv_tiers needs a CPU, and the device is {loaded.info.device!r}; leave it out, or set device="cpu"'
         )
-    secret = b"" if config.kv_store_secret_file is None else _secret(Path(config.kv_store_secret_file))
+    secret = b"" if config.kv_store_secret_file is None else _secret(Path(config.kv_store_secret_file).expanduser())
     caches = loaded.layers.caches
     seal = Seal(kv_namespace(config, loaded.info.attention_backend, loaded.info.dtype, caches), secret)
     namespace = seal.namespace.hex()

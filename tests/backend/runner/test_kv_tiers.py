@@ -45,7 +45,7 @@ IRRELEVANT = {
     *("tokenizer_revision", "trust_request_chat_template", "watermark", "wire_format"),
     *("enable_lora", "lora_allowed_paths", "lora_dtype", "max_cpu_loras", "max_lora_rank", "max_loras"),  # salts
 }
-IN_THE_FACTS = {"attention_backend", "device", "dtype", "model", "revision", "trust_remote_code"}
+IN_THE_FACTS = {"attention_backend", "device", "dtype", "model", "revision"}
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +198,7 @@ def test_the_namespace_is_what_decides_the_bytes_of_kv(folder, tmp_path):
         namespace(folder, kv_cache_dtype="int8"),
         namespace(folder, quantization="int8"),
         namespace(folder, native_forward=False),
+        namespace(folder, trust_remote_code=True),
         namespace(folder, load_format="dummy"),
         namespace(folder, dtype=torch.bfloat16),
         namespace(folder, CpuAttention()),
@@ -250,4 +251,5 @@ def test_code_of_another_repository_is_refused(folder, tmp_path):
     text = (copy / "config.json").read_text()
     (copy / "config.json").write_text(text.replace("{", '{"auto_map": {"AutoConfig": "a/b--c.D"},', 1))
     with pytest.raises(LoadError, match="copy the code into its folder"):
-        namespace(copy)
+        namespace(copy, trust_remote_code=True)
+    namespace(copy)  # transformers' own class, which runs none of it

@@ -85,6 +85,7 @@ class TierAdmission(EngineListener):
             if self._is_coming(visit, request, prefix):
                 return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
             self._end(visit)
+            return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
         return True
 
     def step_begins(self, running: Sequence[Request]) -> None:

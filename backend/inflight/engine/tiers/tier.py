@@ -12,6 +12,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
@@ -84,7 +85,7 @@ class Tier:
         self._lock = threading.Lock()  # of what the threads count
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
-        self._errors_in_row, self._off_until = 0, float("-inf")
+        self._reads, self._writing = _Breaker(), _Breaker()  # apart: a full medium can still be read
         self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
         self._writes = workers(1, f"{name}-write", _MOST_WRITES)
         self._kept: OrderedDict[bytes, bool] = OrderedDict()  # True: it has the extent; False: it was computed once
@@ -98,7 +99,7 @@ class Tier:
     def is_open(self) -> bool:
         """Whether to ask it: it has not failed lately, and does not hang."""
         now = self._clock()
-        return now >= self._off_until and self.age(now) < _STALLED_SECONDS
+        return now >= self._reads.off_until and self.age(now) < _STALLED_SECONDS
 
     @property
     def finds_at_once(self) -> bool:
@@ -139,7 +140,7 @@ class Tier:
 
     def wants(self, key: bytes) -> bool:
         """Whether to store an extent that was just computed; counts how often it was."""
-        if self._clock() < self._off_until:
+        if self._clock() < max(self._reads.off_until, self._writing.off_until):
             return False
         kept = self._kept.get(key)
         if kept is None and self._writes_second:
@@ -185,15 +186,16 @@ class Tier:
         try:
             found = min(len(keys), max(0, self._store.find(keys)))
         except Exception as error:
-            self._failed(error)
+            self._failed(error, self._reads)
             return 0
         finally:
             took = self._end(start)
         self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
         for key in keys[:found]:
             self._remember(key, True)
-        if found < len(keys):
-            self.forget(keys[found])
+        for key in keys[found:]:  # behind what it lacks nothing is known, and to store it again does no harm
+            if self._kept.get(key):
+                self._remember(key, False)
         return found
 
     def _load(self, key: bytes, frames: Frames) -> bool:
@@ -204,17 +206,17 @@ class Tier:
                 return False
             if not self._seal.is_of(seal, key, frames):
                 self.forget(key)
-                self._count("corrupt", "an extent was damaged, and is dropped")
+                self._count("corrupt", "an extent was damaged, and is dropped", self._reads)
                 self._store.drop(key)
                 return False
         except Exception as error:
             self.forget(key)
-            self._failed(error)
+            self._failed(error, self._reads)
             return False
         finally:
             took = self._end(start)
         with self._lock:
-            self._errors_in_row = 0
+            self._reads.errors_in_row = 0
             self.num_loaded += 1
             self.load_seconds += took
             old = self._extent_seconds
@@ -226,13 +228,13 @@ class Tier:
             frames = copied()
             done = frames is not None and self._store.store(key, [memoryview(self._seal.made(key, frames)), *frames])
         except Exception as error:
-            self._failed(error)
+            self._failed(error, self._writing)
             done = False
         if not done:
             self.forget(key)
             return
         with self._lock:
-            self._errors_in_row = 0
+            self._writing.errors_in_row = 0
             self.num_stored += 1
 
     def _begin(self) -> float:
@@ -243,18 +245,24 @@ class Tier:
         self._began.pop(threading.get_ident(), None)
         return self._clock() - start
 
-    def _failed(self, error: Exception) -> None:
-        self._count(_why(error), f"{type(error).__name__}: {error}")
+    def _failed(self, error: Exception, breaker: _Breaker) -> None:
+        self._count(_why(error), f"{type(error).__name__}: {error}", breaker)
 
-    def _count(self, why: Why, what: str) -> None:
+    def _count(self, why: Why, what: str, breaker: _Breaker) -> None:
         with self._lock:
             self.errors[why] += 1
             if self.errors[why] & (self.errors[why] - 1) == 0:  # the first, the second, the fourth
                 _log.warning("KV tier %s: %s (%d so far)", self.name, what, self.errors[why])
-            self._errors_in_row += 1
-            if self._errors_in_row >= _MOST_ERRORS:
-                self._off_until = self._clock() + _OFF_SECONDS
-                self._errors_in_row = _MOST_ERRORS - 1  # then one more error is enough
+            breaker.errors_in_row += 1
+            if breaker.errors_in_row >= _MOST_ERRORS:
+                breaker.off_until = self._clock() + _OFF_SECONDS
+                breaker.errors_in_row = _MOST_ERRORS - 1  # then one more error is enough
+
+
+@dataclass
+class _Breaker:
+    errors_in_row: int = 0
+    off_until: float = float("-inf")
 
 
 def _why(error: Exception) -> Why:

@@ -51,6 +51,8 @@ class Tiers:
         extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
         loads: in flight, by the hash of the extent's last block.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
+        num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
+            left out: its generations no longer tell that a block has changed.
     """
 
     tiers: Sequence[Tier]
@@ -59,6 +61,7 @@ class Tiers:
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
     num_queries: int = 0
     num_hits: int = 0
+    num_pools: int = 0
     extent_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -98,7 +101,7 @@ class Tiers:
             generations: the pool's, live: a block whose number changes until its bytes are copied is left out.
         """
         key, blocks = self.seal.key_of(block_hash), list(blocks)
-        expected = [generations[block] for block in blocks]
+        expected, pool = [generations[block] for block in blocks], self.num_pools
 
         lock, copies = threading.Lock(), list[Frames | None]()
 
@@ -106,7 +109,8 @@ class Tiers:
             with lock:  # the threads of several tiers share one copy
                 if not copies:
                     copy = self.blocks.copy(blocks)
-                    copies.append([copy] if [generations[block] for block in blocks] == expected else None)
+                    is_same = pool == self.num_pools and [generations[block] for block in blocks] == expected
+                    copies.append([copy] if is_same else None)
             return copies[0]
 
         for tier in into:

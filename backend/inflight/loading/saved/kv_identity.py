@@ -36,7 +36,12 @@ from inflight.loading.saved.identity import digest_of, program_key
 __all__ = ["KV_DECISIVE", "kv_namespace"]
 
 _FORMAT = 1
-KV_DECISIVE = ("block_size", "kernel_config", "kv_cache_dtype", "load_format", "native_forward", "quantization")
+KV_DECISIVE = (
+    *("block_size", "kernel_config", "kv_cache_dtype", "load_format", "native_forward", "quantization"),
+    "trust_remote_code",
+)
+_PACKAGE = Path(__file__).parents[2]
+_MORE_SOURCES = ("adapters", "runner")  # beside those of kept weights: scales of adapters, positions, slots
 _WEIGHTS = (".bin", ".gguf", ".pt", ".pth", ".safetensors")
 _CONFIGS = ("adapter_config.json", "config.json", "quant_config.json", "quantize_config.json")
 
@@ -74,8 +79,11 @@ def _layout(cache: KVCache) -> list[Any]:
 def _program() -> str:
     """The code that computes KV; also where the compiled kernels are missing."""
     if unavailable() is None:
-        return program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
-    return program_key(torch.backends.cpu.get_cpu_capability(), Path(__file__), str(torch.__version__))
+        key = program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
+    else:
+        key = program_key(torch.backends.cpu.get_cpu_capability(), Path(__file__), str(torch.__version__))
+    sources = sorted(path for name in _MORE_SOURCES for path in (_PACKAGE / name).rglob("*.py"))
+    return key + hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
 
 
 def _files(config: EngineConfig) -> Iterator[Path]:
@@ -86,8 +94,9 @@ def _files(config: EngineConfig) -> Iterator[Path]:
         return
     found = checkpoint_file(config.model, "config.json", config.revision)
     if found is None:
-        raise LoadError(f"kv_tiers: {config.model!r} has no config.json, so what its KV belongs to cannot be told")
-    _expect_own_code(found)
+        raise LoadError(f"kv_tiers: {config.model!r} has no config.json, so its KV cannot be identified")
+    if config.trust_remote_code:
+        _expect_own_code(found)
     folder = found.parent
     names = {path.name for path in folder.iterdir() if path.suffix in (*_WEIGHTS, ".py") or path.name in _CONFIGS}
     for index in folder.glob("*.index.json"):

@@ -28,6 +28,7 @@ __all__ = ["DirectoryStore"]
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe in the place of a file is not waited for
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 _TOUCHED_SECONDS = 60  # a file's time of use is set at most so often
+_SHRUNK_SECONDS = 600.0  # until a disk that was full may have room again
 _SCANS = 32  # the directory is read whenever 1 / 32 of the bound was written
 
 
@@ -43,7 +44,8 @@ class DirectoryStore:
     def __init__(self, path: Path, namespace: str, max_bytes: int) -> None:
         self._path = path
         self._folder = path / namespace
-        self._max_bytes = max_bytes
+        self._configured = self._max_bytes = max_bytes
+        self._shrunk_until = 0.0
         self._num_bytes = 0
         self._unscanned = max_bytes  # bytes written since the last scan: the first write scans
         self._numbers = itertools.count()
@@ -166,6 +168,8 @@ class DirectoryStore:
 
     def _has_room(self, size: int) -> bool:
         """Whether a file of that size fits into the bound, perhaps in place of others."""
+        if time.monotonic() >= self._shrunk_until:
+            self._max_bytes = self._configured
         if size > self._max_bytes:
             raise OSError(errno.ENOSPC, f"an extent has {size} bytes, and the tier's size is {self._max_bytes}")
         with self._lock:
@@ -178,10 +182,10 @@ class DirectoryStore:
         return self._scan(size) or not crowded
 
     def _shrink(self) -> None:
-        """The disk is full although the bound is not reached: what is there becomes the bound."""
+        """The disk is full although the bound is not reached: what is there becomes the bound, for some minutes."""
         left = evict(self._path, 2**62, 0)
         if left is not None:
-            self._max_bytes = min(self._max_bytes, left)
+            self._max_bytes, self._shrunk_until = min(self._max_bytes, left), time.monotonic() + _SHRUNK_SECONDS
             self._scan(self._max_bytes // 8)
 
     def _scan(self, wanted: int) -> bool:

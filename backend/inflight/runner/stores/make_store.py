@@ -9,7 +9,7 @@ from inflight.engine.tiers.base import KVStore
 from inflight.kv_tiers_config import KVTier
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
-from inflight.runner.stores.redis_store import RedisStore
+from inflight.runner.stores.redis_store import RedisStore, without_password
 
 __all__ = ["make_store"]
 
@@ -18,7 +18,7 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
     """A store for the KV of one namespace, as hexadecimal digits.  Touches neither disk nor network.
 
     Raises:
-        ConfigError: a package or the file with the password is missing; the URL is none of Redis.
+        ConfigError: a package or the file with the password is missing; not a Redis URL, or a password in both places.
     """
     if tier.type == "host":
         return HostStore(parse_bytes(tier.size or 0))
@@ -26,6 +26,8 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
         return DirectoryStore(Path(tier.path).expanduser().absolute(), namespace, parse_bytes(tier.size or 0))
     assert tier.url is not None
     password = _password(tier.password_file)
+    if password is not None and without_password(tier.url) != tier.url:
+        raise ConfigError("kv_tiers: there is a password in url and in password_file; remove the one in url")
     try:
         return RedisStore(tier.url, namespace, password)
     except ImportError:

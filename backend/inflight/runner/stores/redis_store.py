@@ -40,7 +40,7 @@ class RedisStore:
 
     Raises:
         ImportError: the package `redis` is missing.
-        ValueError: the URL is none of Redis.
+        ValueError: not a Redis URL.
     """
 
     def __init__(self, url: str, namespace: str, password: str | None = None, seconds: float = _SECONDS) -> None:

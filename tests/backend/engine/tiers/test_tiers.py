@@ -375,6 +375,57 @@ def test_loads_outlive_the_core_that_began_them():
     assert not rig.core.pool.reserved
 
 
+def test_writes_that_wait_for_an_earlier_core_are_left_out():
+    """The next core's requests take the same blocks, and the earlier one's generations do not tell."""
+    store = FaultyStore()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    assert any(work.__name__ == "_write" for _, work, _ in rig.hand.tasks)
+    rig.new_core()
+    serve(rig, 1, PROMPT[::-1])
+    assert store.given and store.given.items() <= rig.payloads(PROMPT[::-1] + answer(PROMPT[::-1], 8)).items()
+
+
+def test_a_prompt_that_a_tier_has_lost_is_kept_again_as_a_whole():
+    store = MemoryStore()
+    rig = rig_of(store)
+    serve(rig, 0, PROMPT)
+    whole = rig.payloads(PROMPT).keys()
+    assert len(whole) > 5 and whole <= store.extents.keys()
+    store.extents.clear()
+    rig.new_core()  # nothing is cached
+    serve(rig, 1, PROMPT)
+    assert whole <= store.extents.keys()
+
+
+def test_a_medium_that_cannot_be_written_is_read():
+    rig = rig_of(MemoryStore())
+    tier = rig.tiers.tiers[0]
+    with mock.patch.object(MemoryStore, "store", side_effect=OSError(28, "no space is left")):
+        serve(rig, 0, PROMPT)
+    assert tier.errors["full"] >= 3
+    assert tier.is_open and not tier.wants(b"key")
+    rig.now += 31
+    assert tier.wants(b"key")
+
+
+def test_room_that_a_load_took_is_not_given_twice(monkeypatch):
+    """The request was to start beside a load that has begun, and is found not to be worth waiting for."""
+    rig = rig_of(stored(), num_blocks=64)
+    asked = []
+    inner = rig.core.scheduler.policies.admission
+    while not isinstance(inner, tier_admission.TierAdmission):
+        inner = inner._inner
+    admits = inner._inner.admits
+    monkeypatch.setattr(inner._inner, "admits", lambda *args: asked.append(1) or admits(*args))
+    monkeypatch.setattr(inner, "_is_coming", lambda *args: False)
+    add(rig.core, 0, PROMPT, max_tokens=2, ignore_eos=True)
+    rig.step()
+    assert len(asked) == 2
+
+
 def test_a_pool_for_one_request_lends_no_blocks():
     rig = rig_of(stored(), num_blocks=16)
     serve(rig, 0, PROMPT)

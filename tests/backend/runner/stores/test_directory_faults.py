@@ -169,6 +169,19 @@ def test_a_full_disk_becomes_the_bound(small_disk: Path) -> None:
     assert store.num_bytes <= 2**20
 
 
+def test_the_bound_of_a_disk_that_was_full_comes_back(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = small_disk / "other"
+    other.write_bytes(bytes(2**20 - 2**14))
+    store = DirectoryStore(small_disk / "kv", NAMESPACE, ROOM)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"tier's size|No space"):
+            write(store, 1, 2**16)
+    other.unlink()
+    monkeypatch.setattr(directory, "_SHRUNK_SECONDS", 0.0)
+    store._shrunk_until = 0.0
+    assert write(store, 1, 2**16) and is_right(store, 1, 2**16)
+
+
 def test_a_disk_that_can_only_be_read_is_read(small_disk: Path) -> None:
     store = DirectoryStore(small_disk, NAMESPACE, ROOM)
     write(store, 1)

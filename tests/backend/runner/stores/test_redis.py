@@ -95,10 +95,13 @@ def test_a_password_is_in_the_url_or_in_a_file_and_never_in_a_message(tmp_path: 
 
 
 def test_what_cannot_be_used_is_refused_at_load(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("another")
     for tier, why in (
         (KVTier(type="redis", url="redis://h:port"), "url is not like"),
         (KVTier(type="redis", url="redis://:s3/cret@h"), "%2F"),
         (KVTier(type="redis", url="redis://h", password_file=str(tmp_path / "none")), "password_file"),
+        (KVTier(type="redis", url="redis://:s3@h", password_file=str(secret)), "remove the one in url"),
     ):
         with pytest.raises(ConfigError, match=why) as raised:
             make_store(tier, NAMESPACE)
@@ -106,10 +109,15 @@ def test_what_cannot_be_used_is_refused_at_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["redis://user:s3cret@host/0", "redis://:s3cret@host", "unix:///socket?db=0&password=s3cret"]
+    "url",
+    [
+        *("redis://user:s3cret@host/0", "redis://:s3cret@host", "unix:///socket?db=0&password=s3cret"),
+        *("default:s3cret@host:6379", "redis://:/s3cret@host"),  # not URLs
+    ],
 )
 def test_messages_about_the_option_have_no_password(url: str) -> None:
-    assert "s3cret" not in without_password(url)
+    if "://" in url and ":/s" not in url:
+        assert "s3cret" not in without_password(url)
     with pytest.raises(ConfigError) as raised:
         EngineConfig.from_dict({"model": "m", "kv_tiers": [{"type": "redis", "url": url, "sise": 3}]})
     assert "s3cret" not in str(raised.value)
