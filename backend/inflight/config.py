@@ -453,7 +453,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             at = re.search(r"\$\.(\w+)", str(error))
             got = f"{at[1]}={values.get(at[1])!r}: " if at else ""
             if at and at[1] == "kv_tiers":
-                got = "kv_tiers: "  # its URLs, and what stands where one belongs, can contain a password
+                got = "kv_tiers: "  # its URLs, and what came in place of one, can contain a password
             choices = _choices(get_type_hints(cls)[at[1]], str(error)) if at else ()
             allowed = f"; must be one of {', '.join(map(repr, choices))}" if choices else ""
             raise ConfigError(f"{source}: {got}{str(error).split(' - at ')[0]}{allowed}") from None
