@@ -111,6 +111,8 @@ def test_lora_modules_in_vllms_forms(tmp_path: Path, monkeypatch: pytest.MonkeyP
         f"a={one}",
         "model",
     ]
+    own = as_settings(["--lora-modules", '{"name": "a", "path": "b=c"}'], {"--lora-module"})
+    assert own == ["--lora-module", "a=b=c"], "a folder may contain it"
     monkeypatch.chdir(tmp_path)
     modules = lora_modules([f"a={one}", "b=two"])
     assert modules == {"a": str(one), "b": str(two)}

@@ -71,6 +71,7 @@ def test_flags_of_vllm_serve_are_keys(checkpoint: str) -> None:
         (["--lora-modules"], "--lora-modules needs values such as NAME=FOLDER"),
         (["--lora-modules", "a=/nowhere"], "no adapter_config.json in /nowhere"),
         (["--lora-modules", "=b"], "expected NAME=FOLDER"),
+        (["--lora-modules", '{"name": "a=b", "path": "c"}'], "a name contains no '='; choose another"),
         (["--lora-modules", '{"name": "a"}'], 'expected NAME=FOLDER, or {"name": "...", "path": "..."}'),
         (["--model-repository", ".", "--lora-module", "a=b"], "--lora-module cannot be combined"),
         (["--ssl-ca-certs", "ca.pem"], "--ssl-ca-certs is an option of vllm serve: certificates of clients"),

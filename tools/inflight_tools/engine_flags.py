@@ -69,13 +69,21 @@ def _modules(name: str, value: str | None, left: list[str]) -> list[str]:
     found = []
     for one in values:
         if one.startswith("{"):
-            try:
-                given = json.loads(one)
-                one = f"{given['name']}={given['path']}"
-            except (ValueError, KeyError, TypeError):
-                fail(f'{name} {one!r}: expected NAME=FOLDER, or {{"name": "...", "path": "..."}}', status=2)
+            one = _from_json(name, one)
         found += ["--lora-module", one]
     return found
+
+
+def _from_json(flag: str, text: str) -> str:
+    """`NAME=FOLDER`; the name ends at the first "="."""
+    try:
+        given = json.loads(text)
+        name, path = str(given["name"]), str(given["path"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        fail(f'{flag} {text!r}: expected NAME=FOLDER, or {{"name": "...", "path": "..."}}', status=2)
+    if "=" in name:
+        fail(f"{flag} {text!r}: a name contains no '='; choose another, or write it in multi_lora.json", status=2)
+    return f"{name}={path}"
 
 
 def _setting(name: str, value: str | None, left: list[str]) -> list[str]:

@@ -20,7 +20,8 @@ from inflight.adapters.adapter_error import AdapterError
 __all__ = ["PeftConfig", "parse_config"]
 
 _MATCH_SECONDS = 5.0  # for all modules together; patterns in use take microseconds
-_MAX_PATTERN = 4096
+_MAX_PATTERN = 4096  # characters
+_MAX_PATTERNS = 1000  # of a key
 _COUNT = re.compile(r"\{[0-9, ]+\}")
 _MAX_COUNT = 100  # compiling takes time and memory in proportion to the product of counts
 
@@ -36,6 +37,8 @@ _REFUSED = {
     "alora_invocation_tokens": "activated LoRA is not served; an adapter must apply to all tokens",
     "megatron_config": "Megatron's layers are not served; export the adapter for transformers",
 }
+# Values of init_lora_weights, besides true and false, that leave the checkpoint's weights as they are.
+_INITS = ("gaussian", "eva", "orthogonal")
 _OUTSIDE_LAYERS = ("embed_tokens", "lm_head", "wte", "embed_in", "embed_out", "word_embeddings", "output_layer")
 
 
@@ -81,7 +84,7 @@ class PeftConfig(msgspec.Struct, frozen=True):
             return True
         if not _is_named(target, module, patterns):
             return False
-        if isinstance(target, str) or module in target or self.layers_to_transform in (None, []):
+        if isinstance(target, str) or self.layers_to_transform in (None, []) or module in patterns.names(target):
             return True
         layer = self._layer(module, patterns)
         layers = self.layers_to_transform
@@ -98,26 +101,40 @@ class PeftConfig(msgspec.Struct, frozen=True):
 
 
 class _Patterns:
-    """Matches within `_MATCH_SECONDS`, all calls together."""
+    """Matches within `_MATCH_SECONDS`, all calls together; but for the one in which a pattern is compiled."""
 
     def __init__(self) -> None:
         self._end = time.monotonic() + _MATCH_SECONDS
         self._compiled: dict[str, Any] = {}
+        self._names: dict[int, frozenset[str]] = {}  # by the list's id(); the configuration keeps the lists
 
     def match(self, pattern: str, text: str, whole: bool = False) -> Any:
         """`re.match`, or `re.fullmatch`.  Raises AdapterError."""
         try:
+            self._left()
             compiled = self._compiled.get(pattern)
             if compiled is None:
                 compiled = self._compiled[pattern] = regex.compile(_without_many_counts(pattern))
-            left = max(self._end - time.monotonic(), 1e-3)
-            return (compiled.fullmatch if whole else compiled.match)(text, timeout=left, concurrent=True)
+            return (compiled.fullmatch if whole else compiled.match)(text, timeout=self._left(), concurrent=True)
         except TimeoutError:
             raise AdapterError(
                 f"the pattern {pattern[:100]!r} takes more than {_MATCH_SECONDS:g} s to match; simplify it"
             ) from None
         except (regex.error, RecursionError, OverflowError, MemoryError) as error:
             raise AdapterError(f"{pattern[:100]!r} is no regular expression: {error}; correct it") from None
+
+    def _left(self) -> float:
+        """Seconds; raises TimeoutError at the end."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        return left
+
+    def names(self, given: list[str]) -> frozenset[str]:
+        found = self._names.get(id(given))
+        if found is None:
+            found = self._names[id(given)] = frozenset(given)
+        return found
 
     def value(self, of_pattern: dict[str, Any], module: str, otherwise: Any) -> Any:
         """The value of the first pattern that matches an end of the path, from a dot on."""
@@ -140,7 +157,11 @@ def _without_many_counts(pattern: str) -> str:
 def _is_named(names: list[str] | str, module: str, patterns: _Patterns) -> bool:
     if isinstance(names, str):
         return patterns.match(names, module, whole=True) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    found = patterns.names(names)
+    if module in found:
+        return True
+    end = module[-_MAX_PATTERN - 1 :]  # no name is longer
+    return any(end[at + 1 :] in found for at, letter in enumerate(end) if letter == ".")
 
 
 def parse_config(text: bytes) -> PeftConfig:
@@ -164,9 +185,19 @@ def parse_config(text: bytes) -> PeftConfig:
             why = "it is not served; merge the adapter into the checkpoint"
         if why is not None and value:
             raise AdapterError(f"{_line(key)}={_line(value)}: {why}")
+    _check_init(raw.get("init_lora_weights"))
     _check_numbers(config)
     _check_targets(config)
     return config
+
+
+def _check_init(init: Any) -> None:
+    """PiSSA, OLoRA, CorDA, LoftQ and the like subtract the first matrices from the weights that are trained on."""
+    if isinstance(init, str) and init.lower() not in _INITS:
+        raise AdapterError(
+            f"init_lora_weights={_line(init)!r}: the checkpoint's own weights were changed when the adapter was made; "
+            "save it with PEFT's path_initial_model_for_weight_conversion, or merge it into the changed checkpoint"
+        )
 
 
 def _check_numbers(config: PeftConfig) -> None:
@@ -176,8 +207,17 @@ def _check_numbers(config: PeftConfig) -> None:
     for name, alpha in {"lora_alpha": config.lora_alpha, **(config.alpha_pattern or {})}.items():
         if not abs(alpha) <= 1e9:
             raise AdapterError(f"the alpha of {_line(name)!r} is {alpha}: must be a number of usual size; correct it")
-    patterns = [*(config.rank_pattern or ()), *(config.alpha_pattern or ())]
-    for value in (config.target_modules, config.exclude_modules, config.layers_pattern):
+    layers = [config.layers_pattern] if isinstance(config.layers_pattern, str) else config.layers_pattern
+    patterns: list[str] = []
+    for key, given in (
+        ("rank_pattern", config.rank_pattern),
+        ("alpha_pattern", config.alpha_pattern),
+        ("layers_pattern", layers),
+    ):
+        if given and len(given) > _MAX_PATTERNS:
+            raise AdapterError(f"{key} has {len(given)} patterns: at most {_MAX_PATTERNS}; join some with |")
+        patterns += given or ()
+    for value in (config.target_modules, config.exclude_modules):
         patterns += [value] if isinstance(value, str) else value or ()
     longest = max(map(len, patterns), default=0)
     if longest > _MAX_PATTERN:

@@ -30,19 +30,26 @@ class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
     def reset(self) -> None:
-        """A new engine core: no sequence runs."""
+        """A new engine core: it has no requests."""
 
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
-    def outcome(self, ref: AdapterRef) -> str | None:
-        """ "" if requests may start with it; None while they have to wait; else why it cannot be served."""
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
+        """ "" if a request may start with it; None while it has to wait; else why it cannot be served.
+
+        Args:
+            begun: it holds the adapter already, for another sequence or before it was preempted.
+        """
 
     def hold(self, ref: AdapterRef) -> None:
-        """A sequence starts to run with it, for which `outcome` was "": it stays in memory until it is released."""
+        """A request begins to run with it, for which `outcome` was "": it stays in memory until it is released."""
 
     def release(self, ref: AdapterRef) -> None:
-        """A sequence that held it no longer runs."""
+        """A request that held it has ended."""
+
+    def forget(self, ref: AdapterRef) -> None:
+        """No request with it is left, so none waits for it."""
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

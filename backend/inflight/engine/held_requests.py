@@ -43,14 +43,13 @@ class HeldRequests:
     def hold(self, request: Request, answer: NotYet) -> bool:
         """Take a request out of the queue; False if no more can be held.
 
-        Its deadline counts from the first time that it was held since it last ran.
+        Its deadline counts from now: it may have been ready before, and then waited for room in the queue.
         """
         if len(self._requests) >= self.limit:
             return False
         self._queue.remove(request)
         self._requests[request] = None
-        if request.held_until is None:
-            request.held_until = self._clock() + answer.seconds
+        request.held_until = self._clock() + answer.seconds
         return True
 
     def recall(self, admits: Callable[[Request], bool | NotYet]) -> list[RequestFailed]:
@@ -74,6 +73,7 @@ class HeldRequests:
         for request in [*ready, *failed]:
             del self._requests[request]
         for request in reversed(ready):
+            request.held_until = None
             self._queue.add_first(request)
         return list(failed.values())
 

@@ -67,7 +67,7 @@ class Request:
         num_prompt_logprobs: prompt tokens whose log probabilities were delivered.
         draft_state: owned by the drafter.
         attached: passed through to the runner; policies, listeners and step hooks read it, the scheduler never does.
-        held_until: when it fails unless what it waits for outside the engine has arrived; None: it was not held.
+        held_until: when it fails unless what it waits for outside the engine has arrived; None: it is not held.
     """
 
     request_id: int

@@ -297,7 +297,6 @@ class Scheduler:
         out.swap_in.update(zip(blocks, self.swap.swap_in(request, len(prefix))))
         request.slot = self._free_slots.pop()
         request.status = _RUNNING
-        request.held_until = None
         for admitted in self._admitted:
             admitted(request, len(prefix) * self.pool.block_size)
         out.new_rows.append(request.new_row())

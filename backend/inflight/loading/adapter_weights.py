@@ -40,11 +40,17 @@ def adapter_matrices(
         layers: inputs and outputs of the model's layers that can have an adapter, by their paths.
 
     Raises:
-        AdapterError: a matrix is of no layer, or of another shape, or contains NaN or infinity.
+        AdapterError: a matrix is of no layer, of one that has another, of another shape, or contains NaN or infinity.
     """
-    found = {}
+    found: dict[str, Matrices] = {}
+    keys: dict[str, str] = {}
     for module, pair in content.pairs.items():
         path = _path(name, module, pair.a.key, layers)
+        other = keys.setdefault(path, pair.a.key)
+        if other != pair.a.key:
+            raise AdapterError(
+                f"adapter {name!r}: {other} and {pair.a.key} are both of the layer {path}; save the adapter again"
+            )
         in_features, out_features = layers[path]
         for matrix, shape in ((pair.a, (pair.rank, in_features)), (pair.b, (out_features, pair.rank))):
             if matrix.shape != shape:

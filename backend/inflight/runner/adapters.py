@@ -35,8 +35,10 @@ _log = logging.getLogger(__name__)
 
 # Seconds that an unused adapter stays after a request asked about it: it waits for a slot or for blocks.
 _RECENT = 0.5
-# Seconds after which requests that wait for room make another adapter's requests wait.
+# Seconds after which requests that wait for room make another adapter's requests wait; then one more's, as often.
 _PATIENCE = 2.0
+# Seconds after which a request that asked for room no longer counts: others go before it.  Longer than any step.
+_NOT_NEXT = 30.0
 _MAX_FAILURES = 1024  # remembered
 # Seconds before requests with an adapter that could not be loaded make the loader try again.
 _RETRY = 5.0
@@ -49,7 +51,7 @@ class Entry:
     Attributes:
         packed: for `AdaptedModel.set_rows`, once it is loaded.
         loaded: done when `packed` is there; its result is the answer to `LoadAdapter`.
-        num_held: sequences that run with it.
+        num_held: requests that have begun with it, and not ended.
         asked, admitted: when a request last asked about it, and last started with it; seconds.
     """
 
@@ -95,9 +97,13 @@ class AdapterTable:
     def start(self, ref: AdapterRef) -> None:
         if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
             self._failures.pop(ref.id, None)
-        self.outcome(ref)
+        if ref.id in self._failures:
+            return
+        # Without room it waits only once it is next: one far back in the queue must not stop those before it.
+        if ref.id in self._entries or self._evict(self._clock()):
+            self.outcome(ref)
 
-    def outcome(self, ref: AdapterRef) -> str | None:
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
         failure = self._failures.get(ref.id)
         if failure is not None:
             return failure[0]
@@ -115,7 +121,7 @@ class AdapterTable:
         if error is not None:
             self._fail(ref.id, str(error))
             return str(error)
-        return None if self._draining(now) is entry else ""
+        return None if not begun and entry in self._draining(now) else ""
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]
@@ -124,6 +130,9 @@ class AdapterTable:
 
     def release(self, ref: AdapterRef) -> None:
         self._entries[ref.id].num_held -= 1
+
+    def forget(self, ref: AdapterRef) -> None:
+        self._waiting.pop(ref.id, None)
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         entry = self._entries.get(ref.id)
@@ -194,15 +203,19 @@ class AdapterTable:
                 return True
         return False
 
-    def _draining(self, now: float) -> Entry | None:
-        """The adapter that starts no more requests, because requests of others have waited too long for room."""
+    def _draining(self, now: float) -> list[Entry]:
+        """Adapters that start no more requests, because requests of others have waited too long for room.
+
+        They grow in number, since the requests of the first ones may be the longest.
+        """
         if not self._waiting:
-            return None
-        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _RECENT}
-        if not any(now - first >= _PATIENCE for first, _ in self._waiting.values()):
-            return None
-        held = [entry for entry in self._entries.values() if entry.num_held]
-        return min(held, key=lambda entry: entry.admitted, default=None)
+            return []
+        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _NOT_NEXT}
+        longest = max((now - first for first, _ in self._waiting.values()), default=0.0)
+        if longest < _PATIENCE:
+            return []
+        held = sorted((entry for entry in self._entries.values() if entry.num_held), key=lambda entry: entry.admitted)
+        return held[: int(longest / _PATIENCE)]
 
 
 class AdapterRows:

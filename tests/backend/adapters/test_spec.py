@@ -86,6 +86,8 @@ def test_the_id_is_of_the_content(tmp_path: Path) -> None:
     [
         ({}, [2, 2, 2, 2]),
         ({"use_rslora": True}, [4, 4, 4, 4]),
+        ({"init_lora_weights": True}, [2, 2, 2, 2]),
+        ({"init_lora_weights": "Gaussian"}, [2, 2, 2, 2]),
         ({"alpha_pattern": {"q_proj": 2}}, [0.5, 2, 0.5, 2]),
         ({"alpha_pattern": {r"layers\.1\..*": 4, "q_proj": 2}}, [0.5, 2, 1, 1]),
         ({"alpha_pattern": {"^model.layers.0.mlp.down_proj": 12}}, [2, 3, 2, 2]),
@@ -125,11 +127,17 @@ def test_which_layers_with_which_scale(tmp_path: Path, config: dict[str, Any], s
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules has 'lm_head'"),
         ({"target_parameters": ["mlp.experts.gate_up_proj"]}, "adapters of experts are not served"),
         ({"trainable_token_indices": [5]}, "trainable_token_indices=[5]"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa': the checkpoint's own weights were changed"),
+        ({"init_lora_weights": "pissa_niter_16"}, "save it with PEFT's path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "or merge it into the changed checkpoint"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
         ({"r": 0}, "the rank of 'r' is 0"),
         ({"r": 17}, "has rank 4, and adapter_config.json says 17"),
         ({"r": "4"}, "adapter_config.json is not PEFT's"),
         ({"lora_alpha": 1e300}, "the alpha of 'lora_alpha' is 1e+300"),
         ({"rank_pattern": {"(": 4}}, "is no regular expression"),
+        ({"rank_pattern": dict.fromkeys(map(str, range(1001)), 4)}, "rank_pattern has 1001 patterns: at most 1000"),
+        ({"layers_pattern": ["h"] * 1001}, "layers_pattern has 1001 patterns: at most 1000; join some with |"),
         ({"target_modules": "x" * 5000}, "a pattern of its modules has 5000 characters: at most 4096"),
     ],
 )
@@ -148,6 +156,39 @@ def test_matching_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(peft_config.regex, "compile", lambda pattern: Slow())
     folder = written(tmp_path / "a", rank_pattern={"(a|a)*b": 4})
     assert "takes more than 5 s to match; simplify it" in refused(folder)
+
+
+def test_no_match_begins_after_the_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes 3 of the 5 s."""
+    now, begun = [0.0], []
+
+    class Slow:
+        def match(self, text: str, timeout: float, concurrent: bool) -> None:
+            begun.append(timeout)
+            now[0] += 3
+
+    monkeypatch.setattr(peft_config.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(peft_config.regex, "compile", lambda pattern: Slow())
+    folder = written(tmp_path / "a", rank_pattern={f"q_proj{i}": 4 for i in range(100)})
+    assert "takes more than 5 s to match; simplify it" in refused(folder)
+    assert begun == [5, 2]
+
+
+def test_names_in_a_list_are_not_compared_one_by_one() -> None:
+    class Name(str):
+        num_compared = 0
+        __hash__ = str.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            Name.num_compared += 1
+            return str.__eq__(self, other)
+
+    names: list[str] = [Name(f"layers.{i}.q_proj") for i in range(2000)]
+    config = peft_config.PeftConfig("LORA", target_modules=names, layers_to_transform=[0, 1999])
+    modules = ["model.layers.0.q_proj", "layers.1999.q_proj", "." * 10_000 + "layers.0.q_proj"]
+    assert list(config.matching(modules[:2])) == modules[:2] and Name.num_compared < 20
+    with pytest.raises(AdapterError, match="leave out"):
+        config.matching([modules[2] + "."])
 
 
 @pytest.mark.parametrize("pattern", ["((a{1000}){1000}){1000}", "a{4000000000}", "(a{9}){9}", "a{1, 101}"])

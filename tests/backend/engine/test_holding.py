@@ -130,6 +130,26 @@ def test_the_deadline_starts_anew_once_a_request_has_run():
     assert [failure.request_id for failure in core.step().failed] == [2]
 
 
+def test_the_deadline_counts_anew_after_a_request_was_ready():
+    """It was ready, found no slot, and by the time that it is next it is not ready again."""
+    clock = Clock()
+    core = make_core(Info(), max_num_seqs=1, clock=clock)
+    gate = add_gate(core, {1: None}, seconds=5)
+    add(core, 1, [1], max_tokens=2, ignore_eos=True)
+    add(core, 2, [2], max_tokens=9, ignore_eos=True)
+    core.step()
+    gate.waits[1] = 0
+    core.step()
+    assert [len(core.scheduler.held), len(core.scheduler.waiting)] == [0, 1]
+    gate.waits[1], clock.now = None, 9.0
+    while not core.scheduler.held:
+        core.step()
+    clock.now = 13.9
+    assert not core.step().failed and core.scheduler.held
+    clock.now = 14.0
+    assert [failure.request_id for failure in core.step().failed] == [1]
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_at_the_limit_of_held_requests_none_overtakes(limit):
     core = make_core(Info(), max_num_seqs=8)

@@ -49,7 +49,7 @@ def ref_of(name: str) -> AdapterRef:
     return AdapterRef(name, f"id of {name}", "/nowhere", 4)
 
 
-A, B, C = map(ref_of, "abc")
+A, B, C, D = map(ref_of, "abcd")
 
 
 def test_the_one_that_was_used_longest_ago_leaves() -> None:
@@ -93,7 +93,7 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
     for _ in range(25):
         assert table.after(0.1).outcome(C) is None
     assert table.outcome(A) is None, "A started last the longest ago, and starts no more requests"
-    assert table.outcome(B) == ""
+    assert table.outcome(A, begun=True) == "" and table.outcome(B) == ""
     table.release(A)
     assert table.outcome(C) is None and table.loading[0].ref == C
     table.finish()
@@ -102,14 +102,46 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
     assert table.after(5).outcome(A) is None and not table.loading
 
 
+def test_one_more_drains_while_the_first_one_does_not_end() -> None:
+    table = Table(limit=3)
+    for one in (A, B, D):
+        table.after(0.01).loads(one)
+        table.hold(one)
+    assert table.outcome(C) is None
+    for drained in range(4):
+        assert [table.outcome(one) for one in (A, B, D)] == [*[None] * drained, *[""] * (3 - drained)]
+        for _ in range(8):
+            table.after(0.25).outcome(C)
+    table.release(B)
+    assert table.outcome(C) is None and table.loading[0].ref == C
+
+
 def test_who_no_longer_waits_stops_nothing() -> None:
     table = Table(limit=1)
     table.loads(A)
     table.hold(A)
     for _ in range(25):
         table.after(0.1).outcome(B)
-    assert table.outcome(A) is None
-    assert table.after(1).outcome(A) == "", "B's request was aborted"
+    assert table.after(3).outcome(A) is None, "a step can take long"
+    table.forget(B)
+    assert table.outcome(A) == "", "B's request was aborted"
+
+
+def test_who_is_far_back_in_the_queue_stops_nothing() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    table.start(B)
+    assert table.after(3).outcome(A) == ""
+
+
+def test_who_was_passed_by_others_stops_nothing() -> None:
+    table = Table(limit=1)
+    table.loads(A)
+    table.hold(A)
+    table.outcome(B)
+    assert table.after(29).outcome(A) is None
+    assert table.after(1).outcome(A) == ""
 
 
 def test_a_failure_is_told_and_tried_again_for_a_later_request() -> None:

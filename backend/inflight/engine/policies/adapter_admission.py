@@ -16,16 +16,23 @@ _WAIT_SECONDS = 60.0
 
 
 class AdapterAdmission(EngineListener):
-    """Implements `AdmissionPolicy`: `inner`, but only once the adapter is loaded.  Loading starts on arrival."""
+    """Implements `AdmissionPolicy`: `inner`, but only once the adapter is loaded.  Loading starts on arrival.
+
+    A request that has begun holds its adapter until it ends: its other sequences, and those that were preempted, need
+    not wait for it again.
+    """
 
     def __init__(self, inner: AdmissionPolicy, adapters: Adapters) -> None:
         self._inner = inner
         self._adapters = adapters
+        self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
+        self._begun: set[int] = set()  # ids of requests
         adapters.reset()
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
         if ref is not None:
+            self._open.setdefault(ref.id, {})[sequences[0].request_id] = set(sequences)
             self._adapters.start(ref)
 
     def admits(
@@ -33,20 +40,32 @@ class AdapterAdmission(EngineListener):
     ) -> bool | NotYet:
         ref = _adapter_of(request)
         if ref is not None:
-            outcome = self._adapters.outcome(ref)
+            outcome = self._adapters.outcome(ref, request.request_id in self._begun)
             if outcome != "":
                 return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome or "")
         return self._inner.admits(request, prefix, running, pool)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         ref = _adapter_of(request)
-        if ref is not None:
+        if ref is not None and request.request_id not in self._begun:
+            self._begun.add(request.request_id)
             self._adapters.hold(ref)
 
-    def left(self, request: Request) -> None:
+    def ended(self, request: Request) -> None:
         ref = _adapter_of(request)
-        if ref is not None:
+        if ref is None:
+            return
+        requests = self._open[ref.id]
+        requests[request.request_id].discard(request)
+        if requests[request.request_id]:
+            return
+        del requests[request.request_id]
+        if request.request_id in self._begun:
+            self._begun.remove(request.request_id)
             self._adapters.release(ref)
+        if not requests:
+            del self._open[ref.id]
+            self._adapters.forget(ref)
 
 
 def _adapter_of(request: Request) -> AdapterRef | None:

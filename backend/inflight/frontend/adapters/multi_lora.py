@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unicodedata
 from pathlib import Path
 
 from inflight.config import ConfigError
@@ -42,13 +43,15 @@ def read_multi_lora(model_dir: Path, required: bool, max_name_bytes: int) -> dic
 
 
 def check_name(name: str, max_name_bytes: int, where: str) -> None:
-    """Raises ConfigError: the name is empty, too long, or cannot be written in UTF-8."""
+    """Raises ConfigError: the name is empty, too long, not UTF-8, or has a comma, which separates names in metrics."""
     try:
         size = len(name.encode("utf-8"))
     except UnicodeEncodeError:
         raise ConfigError(f"{where}: the name {name!a} has an unpaired surrogate; write the whole character") from None
     if not 1 <= size <= max_name_bytes:
         raise ConfigError(f"{where}: a name of {size} bytes: 1 to {max_name_bytes} are allowed (max_name_bytes)")
+    if any(letter == "," or unicodedata.category(letter) == "Cc" for letter in name):
+        raise ConfigError(f"{where}: the name {name[:100]!a} has a comma or a control character; choose another name")
 
 
 def folder_of(model_dir: Path, folder: str) -> Path:

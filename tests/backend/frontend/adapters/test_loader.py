@@ -139,6 +139,8 @@ def test_without_lora_the_file_is_not_read(rig: Rig) -> None:
         ('{"": "x"}', "a name of 0 bytes: 1 to 1024"),
         (json.dumps({"x" * 1025: "x"}), "a name of 1025 bytes: 1 to 1024 are allowed"),
         ('{"\\ud800": "x"}', "unpaired surrogate"),
+        ('{"doll,sheep": "x"}', "the name 'doll,sheep' has a comma or a control character; choose another name"),
+        ('{"do\\nll": "x"}', r"the name 'do\nll' has a comma or a control character"),
         ('{"doll": "nowhere"}', "adapter 'doll': there is no folder"),
         ('{"doll": "\\u0000"}', "adapter 'doll': there is no folder"),
         ("[" * 100_000, "not valid JSON"),
