@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -57,11 +56,11 @@ class ModelUpstreams:
 
     async def adapter(self, name: str) -> ServedModel | None:
         """As `Upstream.adapter`."""
-        found = []
-        for one in self._all:
-            with contextlib.suppress(APIError):  # its Tritons cannot be reached
-                found.append(await one.adapter(name))
-        having = [model for model in found if model is not None]
+        found = await asyncio.gather(*[one.adapter(name) for one in self._all], return_exceptions=True)
+        unexpected = [one for one in found if isinstance(one, BaseException) and not isinstance(one, APIError)]
+        if unexpected:
+            raise unexpected[0]
+        having = [model for model in found if isinstance(model, ServedModel)]
         return having[0] if len(having) == 1 else None  # of several models, one must be named: MODEL/NAME
 
     def forget(self) -> None:
@@ -103,8 +102,19 @@ class ModelUpstreams:
 
     async def _with(self, name: str) -> Upstream:
         """The Tritons of a model, or of the model that has this adapter."""
-        found = None if name in self._named else await self.adapter(name)
+        if name in self._named or await self._is_of_others(name):
+            return self._of(name)
+        found = await self.adapter(name)
         return self._of(name if found is None else found.name)
+
+    async def _is_of_others(self, name: str) -> bool:
+        """Whether it is a model of the Tritons that are not named; yes, if they cannot be asked: they say so."""
+        if self._others is None:
+            return False
+        try:
+            return any(model.name == name for model in await self._others.models())
+        except APIError:
+            return True
 
     def _of(self, name: str) -> Upstream:
         """The Tritons that have, or could have, a model; raises the error for one that none has."""

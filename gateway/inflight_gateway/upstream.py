@@ -176,8 +176,12 @@ class Upstream:
         """
         if name is None:
             return only_model(await self.models())
-        model = self._remembered(name) or self._remembered_adapter(name) or await self._look_up(name)
-        model = model or await self.adapter(name)
+        model = self._remembered(name)
+        if model is None:
+            model = await self._with_adapter(name)
+            if model is not None and any(one.name == name for one in await self.models()):
+                model = None  # a model's name comes before an adapter's
+        model = model or await self._look_up(name) or await self.adapter(name)
         if model is None:
             raise model_not_found(name, [one.id for one in with_adapters(await self.models())])
         return model
@@ -188,16 +192,18 @@ class Upstream:
         Raises:
             APIError: 503.
         """
-        found = self._remembered_adapter(name)
+        found = await self._with_adapter(name)
         if found is None and time.monotonic() - self._listed[0] > _LIST_SECONDS:
             self.forget()
             await self.models()
-            found = self._remembered_adapter(name)
+            found = self._known_adapter(name)
         return found
 
     def forget(self) -> None:
         """Ask anew about the models that have adapters: one was loaded or unloaded."""
-        self._known = {name: known for name, known in self._known.items() if known[1].info.get("adapters") is None}
+        for name, (_, model) in self._known.items():
+            if model.info.get("adapters") is not None:  # kept: it still holds if the model does not answer
+                self._known[name] = float("-inf"), model
         self._listed = (float("-inf"), [])
 
     async def models(self) -> list[ServedModel]:
@@ -208,7 +214,10 @@ class Upstream:
         """
         async with self._lock:
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
-                found = await asyncio.gather(*[self._look_up(name) for name in await self._names()])
+                names = await self._names()
+                found = await asyncio.gather(*[self._look_up(name) for name in names])
+                for name in self._known.keys() - set(names):
+                    del self._known[name]
                 self._listed = time.monotonic(), [model for model in found if model is not None]
             return self._listed[1]
 
@@ -228,8 +237,16 @@ class Upstream:
         except InflightError as error:
             raise api_error(error) from None
 
-    def _remembered_adapter(self, name: str) -> ServedModel | None:
-        known = [model for one in list(self._known) if (model := self._remembered(one)) is not None]
+    async def _with_adapter(self, name: str) -> ServedModel | None:
+        """The known model with this adapter; asked again if it was asked too long ago."""
+        found = self._known_adapter(name)
+        if found is None or self._remembered(found.name) is not None:
+            return found
+        await self._look_up(found.name)
+        return self._known_adapter(name)
+
+    def _known_adapter(self, name: str) -> ServedModel | None:
+        known = [model for _, model in self._known.values()]
         having = [model for model in known if name in model.adapters]
         if len(having) == 1:
             return having[0].with_adapter(name, name)

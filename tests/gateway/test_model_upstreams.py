@@ -186,3 +186,40 @@ async def test_an_adapter_leads_to_the_tritons_of_its_model(front: tuple[Fleet, 
     fleet.breaks("qwen")
     assert (await http.post("/v1/completions", json={"model": "sheep", "prompt": "a"})).status_code == 200
     assert (await http.post("/v1/completions", json={"model": "unknown", "prompt": "a"})).status_code == 404
+
+
+async def test_a_model_comes_before_an_adapter_of_its_name() -> None:
+    client = ScriptedClient(lambda request: text("an answer"), ("foo", "bar"))
+
+    async def info(model: str, timeout: float = 60.0) -> dict[str, Any]:
+        return {**client.info, "adapters": {"foo": "a" * 32} if model == "bar" else None}
+
+    client.model_info = info  # type: ignore[method-assign]
+    upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
+    await upstream.models()
+    upstream._known["foo"] = float("-inf"), upstream._known["foo"][1]  # asked long ago, and bar a moment ago
+    found = await upstream.find("foo")
+    assert (found.name, found.adapter) == ("foo", None)
+
+
+async def test_a_model_of_the_other_tritons_comes_before_an_adapter_and_asks_nobody_else() -> None:
+    fleet = Fleet(others=("gemma",))
+    for client in fleet.clients.values():
+        client.info = {**client.info, "adapters": {"gemma": "a" * 32}}
+    fleet.breaks("llama")
+    asked = []
+    fleet.clients["qwen"].metadata = lambda model: asked.append(model)  # type: ignore[method-assign, assignment]
+    found = await fleet.upstreams.find("gemma")
+    assert (found.name, found.adapter, asked) == ("gemma", None, [])
+
+
+async def test_adapters_of_a_model_that_does_not_answer_are_still_known() -> None:
+    client = ScriptedClient(lambda request: text("an answer"), ("foo",))
+    client.info = {**client.info, "adapters": {"doll": "a" * 32}}
+    upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
+    assert "doll" in (await upstream.models())[0].adapters
+    client.is_silent = True
+    upstream.forget()  # as a request for an unknown name does
+    assert await upstream.adapter("none") is None
+    found = await upstream.find("doll")
+    assert (found.name, found.adapter) == ("foo", "doll")
