@@ -111,6 +111,8 @@ async def _change(gateway: Gateway, model: ServedModel, name: str, parameters: d
     if len(answers) > 1:
         done = [one for one in answers if one not in failed]
         also = f"; done at {', '.join(done)}" if done else ""
+        if done and name == "load_adapter" and not parameters["load_inplace"]:
+            also += "; to load it at the others, send load_inplace=true"
         raise APIError(shown.status, f"{address}: {shown.message}{also}", param=shown.param, code=shown.code)
     raise shown
 

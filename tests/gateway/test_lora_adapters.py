@@ -177,6 +177,9 @@ async def test_all_tritons_of_the_model_load_it(start: Callable[..., Any]) -> No
     response = await gateway.post("/v1/load_lora_adapter", {**body, "load_inplace": True}, headers=KEY)
     assert response.status_code == 503
     assert response.json()["error"]["message"] == "two:2: the engine process died; done at one:1"
+    response = await gateway.post("/v1/load_lora_adapter", {**body, "lora_name": "newer"}, headers=KEY)
+    said = "two:2: the engine process died; done at one:1; to load it at the others, send load_inplace=true"
+    assert response.json()["error"]["message"] == said
 
 
 def _raise(error: Exception) -> str:

@@ -77,6 +77,12 @@ class AdapterLoader:
         except AdapterError as error:
             self.stop()
             raise ConfigError(f"multi_lora.json: {error}") from None
+        except OSError as error:
+            self.stop()
+            raise ConfigError(
+                f"{root or files_folder()}: adapters cannot be copied to it: {error.strerror or error}; free space on "
+                "its disk, or set INFLIGHT_CACHE to a folder on another disk"
+            ) from None
 
     def start(self, ask_engine: AskEngine) -> None:
         """Let the engine load the adapters of `multi_lora.json`; from then on `load` and `unload` work.
@@ -122,14 +128,9 @@ class AdapterLoader:
             RequestError: INVALID_ARG; the request itself is wrong.
         """
         folder = self._folder_of(name, path)
-        if not in_place and self.registry.get(name) is not None:
-            raise RequestError(
-                "INVALID_ARG",
-                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
-                "'load_inplace' to True.",
-            )
+        self._check_free(name, in_place)
         within = None if folder == self._fixed.get(name) else self._allowed
-        return self._do(lambda: self._load(name, folder, within))
+        return self._do(lambda: self._load(name, folder, within, in_place))
 
     def unload(self, name: str) -> Future[bytes]:
         """Take a name away; open requests keep their adapter, which leaves with the last of them.
@@ -178,7 +179,8 @@ class AdapterLoader:
         self._work.put(run)
         return answer
 
-    def _load(self, name: str, folder: Path, within: list[Path] | None) -> dict[str, Any]:
+    def _load(self, name: str, folder: Path, within: list[Path] | None, in_place: bool) -> dict[str, Any]:
+        self._check_free(name, in_place)  # another request may have been first
         start = time.monotonic()
         try:
             kept = self._checked(name, folder, within)
@@ -228,6 +230,14 @@ class AdapterLoader:
     def _check_enabled(self) -> None:
         if not self.registry.enabled:
             raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
+
+    def _check_free(self, name: str, in_place: bool) -> None:
+        if not in_place and self.registry.get(name) is not None:
+            raise RequestError(
+                "INVALID_ARG",
+                f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, set "
+                "'load_inplace' to True.",
+            )
 
     def _kept(self, name: str) -> KeptAdapter:
         found = self.registry.get(name)

@@ -271,3 +271,23 @@ def test_loads_come_one_after_another_and_an_unload_waits_for_its_turn(rig: Rig)
     for future in futures:
         future.result(20)
     assert list(loader.registry.ids()) == ["doll"]
+
+
+def test_of_two_loads_at_once_the_second_is_refused(rig: Rig) -> None:
+    source = write_adapter(rig.folder / "loras" / "doll")
+    loader = started(rig, {}, lora_allowed_paths=[str(rig.folder / "loras")])
+    rig.gate.clear()
+    first, second = (loader.load("doll", str(source), False) for _ in range(2))
+    rig.gate.set()
+    first.result(20)
+    with pytest.raises(RequestError, match="has already been loaded"):
+        second.result(20)
+
+
+def test_a_disk_that_takes_no_copies_is_named(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any, **options: Any) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("inflight.frontend.adapters.adapter_files.tempfile.mkdtemp", full)
+    with pytest.raises(ConfigError, match=r"kept: adapters cannot be copied to it: No space left.*INFLIGHT_CACHE"):
+        rig.make({})
