@@ -70,7 +70,7 @@ def test_every_code_and_zero_point_is_exact(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("outputs", "inputs", "group"), SIZES)
 def test_products_are_those_of_the_codes(outputs: int, inputs: int, group: int, kind: str, dtype: torch.dtype) -> None:
-    """Up to the rounding of a result; above MAX_ROWS also up to that of the weight."""
+    """Up to the rounding of a result, half of eps at most; above MAX_ROWS also up to that of the weight."""
     made, exact_weight = int4_weight(outputs, inputs, group, kind)
     ops, weight = prepared(made, dtype)
     bias, eps = torch.randn(outputs).to(dtype), torch.finfo(dtype).eps
@@ -79,8 +79,8 @@ def test_products_are_those_of_the_codes(outputs: int, inputs: int, group: int, 
         exact = F.linear(x.cpu().double(), exact_weight, bias.double())
         out = ops.linear(x, weight, bias.to(DEVICE))
         assert out.dtype == dtype
-        assert off(out, exact) < (0.3 if count <= MAX_ROWS else 0.6) * eps
-        assert off(ReferenceInt4().linear(x.cpu(), made, bias), exact) < (0.3 if count <= MAX_ROWS else 0.6) * eps
+        assert off(out, exact) < (0.51 if count <= MAX_ROWS else 0.75) * eps
+        assert off(ReferenceInt4().linear(x.cpu(), made, bias), exact) < (0.51 if count <= MAX_ROWS else 0.75) * eps
 
 
 @pytest.mark.parametrize("scales", [torch.float32, torch.bfloat16], ids=str)
