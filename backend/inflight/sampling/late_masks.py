@@ -44,7 +44,7 @@ def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarr
 
     The greedy rows, and rows that race in the whole vocabulary: the winner without the mask still wins.
     """
-    return np.ones(metadata.num_rows, dtype=bool) if columns is None else columns[6] <= Kind.RANDOM
+    return np.ones(metadata.num_rows, dtype=bool) if columns is None else columns[6] <= int(Kind.RANDOM)
 
 
 def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:
