@@ -1,7 +1,7 @@
 """Drafts of the tokens that a grammar forces: one step computes several, instead of one step each.  No torch.
 
-They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a text is forced, a
-mask admits one token, the tokenizer's; only the end of the sequence behind it can be another end.
+They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a text is
+forced, a mask admits one token, the tokenizer's.
 """
 
 from __future__ import annotations
