@@ -7,6 +7,9 @@
 constrained rows write JSON of a schema that does not end before `--tokens`.  These models have not learned that: most
 tokens that they choose are refused.  `drafts off` is the same without forced tokens.  `all allowed` is the other end, a
 model that writes what the grammar says: a regex that matches any text.
+
+Rates tell little on a machine that does other work.  `cpu_ratio` is the CPU time of a plain run over that of the run
+next to it, all threads of the process together: the median, least and largest of the rounds.
 """
 
 from __future__ import annotations
@@ -58,14 +61,15 @@ class Bench:
         common.add(self.core, self._next_id, prompt, max_tokens=max_tokens, seed=seed, temperature=1.0, grammar=grammar)
         self._next_id += 1
 
-    def throughput(self, grammar: GrammarSpec | None, drafts: bool = True) -> float:
-        """Tokens a second."""
+    def throughput(self, grammar: GrammarSpec | None, drafts: bool = True) -> tuple[float, float]:
+        """Tokens a second, and seconds of CPU time."""
         self.core.scheduler.policies.drafter = self._drafter if drafts else None
         for row in range(self.rows):
             self._add(grammar, self.tokens, row)
+        start = time.process_time()
         run = common.timed(lambda: common.drain(self.core))
         assert run["tokens"] == self.rows * self.tokens
-        return run["tokens_per_second"]
+        return run["tokens_per_second"], time.process_time() - start
 
     def first_token(self, grammar: GrammarSpec | None) -> float:
         """Milliseconds from arrival to the first token of a lone request."""
@@ -92,19 +96,29 @@ class Bench:
         return float(np.median(times)), float(np.percentile(times, 99))
 
 
+def cpu_ratio(plain: list[tuple[float, float]], others: list[tuple[float, float]]) -> dict[str, float]:
+    ratios = [one / other for (_, one), (_, other) in zip(plain, others)]
+    return {
+        "median": round(statistics.median(ratios), 3),
+        "least": round(min(ratios), 3),
+        "largest": round(max(ratios), 3),
+    }
+
+
 def main() -> None:
     model, dtype = common.choice(["demo", "60m"], "demo"), common.choice(["bfloat16", "float32"], "float32")
     arguments = common.options(__doc__, model=model, rows=32, tokens=128, rounds=5, dtype=dtype, threads=2)
     bench = Bench(arguments.model, arguments.rows, arguments.tokens, arguments.dtype, arguments.threads)
-    sides: dict[str, list[float]] = {"plain": [], "constrained": [], "drafts off": [], "all allowed": []}
+    runs: dict[str, list[tuple[float, float]]] = {"plain": [], "constrained": [], "drafts off": [], "all allowed": []}
     bench.throughput(None)
     bench.throughput(schema())
     settle_garbage_collector()  # as the engine process does
     for _ in range(arguments.rounds):
-        sides["plain"].append(bench.throughput(None))
-        sides["constrained"].append(bench.throughput(schema()))
-        sides["drafts off"].append(bench.throughput(schema(), drafts=False))
-        sides["all allowed"].append(bench.throughput(ANY_TEXT))
+        runs["plain"].append(bench.throughput(None))
+        runs["constrained"].append(bench.throughput(schema()))
+        runs["drafts off"].append(bench.throughput(schema(), drafts=False))
+        runs["all allowed"].append(bench.throughput(ANY_TEXT))
+    sides = {side: [rate for rate, _ in found] for side, found in runs.items()}
     medians = {side: statistics.median(runs) for side, runs in sides.items()}
     plain = [bench.first_token(None) for _ in range(20)]
     new = [bench.first_token(schema(number)) for number in range(1, 21)]
@@ -114,6 +128,7 @@ def main() -> None:
         "rows": arguments.rows,
         "tokens_per_second": {side: [round(run, 1) for run in runs] for side, runs in sides.items()},
         "ratio": {side: round(medians[side] / medians["plain"], 3) for side in sides},
+        "cpu_ratio": {side: cpu_ratio(runs["plain"], found) for side, found in runs.items()},
         "mask_us": {"median": round(mask, 1), "p99": round(slowest, 1)},
         "first_token_ms": {"plain": round(statistics.median(plain), 2), "new schema": round(statistics.median(new), 2)},
         "schema_bytes": schema().size,

@@ -39,11 +39,15 @@ class Grammar(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
 
-    def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        """Whether a mask would allow each of `token_ids`, chosen behind 0, 1, 2 ... of the drafts.
+    def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:
+        """How many of `token_ids`, chosen behind 0, 1, 2 ... of the drafts, need no mask.
 
-        Tokens behind the first that differs from its draft do not count.  False if there is an `error`,
-        or if only the mask tells, as behind the end.
+        Tokens behind the first that differs from its draft do not count, and need none.  0 if there is an `error`; a
+        token that only a mask tells, as behind the end, needs one.
+
+        Args:
+            token_ids: changed in place: where a mask would allow one token only, it is that one.
+            certain: of each place, whether its token is still the one with a mask, provided that it is allowed.
         """
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
@@ -59,11 +63,13 @@ class MaskJob(NamedTuple):
     Attributes:
         row: of the first mask; one more for each draft follows.
         draft_token_ids: tokens that can follow; the sequence does not advance.
+        behind: tokens that the first mask is behind, all of which can follow; the drafts come after them.
     """
 
     grammar: Grammar
     row: int
     draft_token_ids: Sequence[int]
+    behind: Sequence[int] = ()
 
 
 class Grammars(Protocol):

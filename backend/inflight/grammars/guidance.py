@@ -23,7 +23,8 @@ import numpy as np
 
 from inflight.grammars.base import NO_SEQUENCE, MaskJob, SequenceId, mask_words
 from inflight.grammars.formats import guidance_grammar
-from inflight.grammars.spec import BEYOND_LIMITS, GrammarSpec
+from inflight.grammars.guided_sequence import GuidedSequence, SteadyRuns, reason, shown
+from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
 
 __all__ = ["GuidanceGrammars"]
@@ -33,12 +34,9 @@ _MAX_CACHED_BYTES = 16 * 2**20  # of their sources; compiled, they take some ten
 _COMPILE_SECONDS = 20.0
 _PROBED = 4  # tokens that are tried before a grammar is taken
 _COMPILERS = 2  # threads: one slow grammar does not hold up the next
-# Tokens of a forced text that are looked up again for the end of the sequence behind them.
-_MAX_FORCED = 64
 # For so long the calling thread makes masks itself.  Others take milliseconds to begin: the idle threads of the forward
 # pass hold on to the cores for a while.
 _SERIAL_SECONDS = 0.003
-_LIMIT_ERRORS = ("lexer error:", "parser error:")  # how llguidance begins to say that it reached a limit
 _MAX_ENCODED = 4096  # texts whose tokens are remembered
 # Bytes of a forced text that are encoded in one step, and the tokens at the end of so many that may be others in the
 # whole text.  A step encodes what is left, and a literal can have 100,000 characters.
@@ -77,7 +75,8 @@ class GuidanceGrammars:
         self._num_bytes = 0
         self._threads = ThreadPoolExecutor(_COMPILERS, thread_name_prefix="grammars")
         self._read_tokenizer = read_tokenizer
-        self._walks: WeakValueDictionary[SequenceId, _Sequence] = WeakValueDictionary()
+        self._walks: WeakValueDictionary[SequenceId, GuidedSequence] = WeakValueDictionary()
+        self._runs = SteadyRuns()
         self._tokenizer: Future[Any] | None = None
         self._executor: Any = None
 
@@ -97,13 +96,13 @@ class GuidanceGrammars:
             return f"the grammar was not compiled within {_COMPILE_SECONDS:g} s: simplify it"
         return None
 
-    def new(self, spec: GrammarSpec) -> _Sequence:
+    def new(self, spec: GrammarSpec) -> GuidedSequence:
         compiled = self._entry(spec).compiled.result()
         if isinstance(compiled, str):
             raise ValueError(compiled)
-        return _Sequence(compiled.deep_copy(), self._eos_token_ids)
+        return GuidedSequence(compiled.deep_copy(), self._eos_token_ids, self._runs)
 
-    def walk(self, sequence: SequenceId, spec: GrammarSpec) -> _Sequence:
+    def walk(self, sequence: SequenceId, spec: GrammarSpec) -> GuidedSequence:
         found = None if sequence == NO_SEQUENCE else self._walks.get(sequence)
         if found is None:
             found = self._walks[sequence] = self.new(spec)
@@ -119,7 +118,7 @@ class GuidanceGrammars:
         if rest:
             self._fill_by_threads(rest, bitmask)
         for job in live:
-            assert isinstance(job.grammar, _Sequence)
+            assert isinstance(job.grammar, GuidedSequence)
             job.grammar.check()
 
     def _fill_by_threads(self, jobs: list[MaskJob], bitmask: np.ndarray) -> None:
@@ -181,10 +180,10 @@ class GuidanceGrammars:
 
             matcher = LLMatcher(vocabulary, guidance_grammar(spec, names), log_level=0)
             if matcher.is_error():
-                return _shown(matcher.get_error())
+                return shown(matcher.get_error())
             return self._refused(matcher.deep_copy()) or matcher
         except Exception as error:
-            return _shown(str(error))
+            return shown(str(error))
 
     def _refused(self, first: Any) -> str:
         """Why a grammar is refused; "" if it is not.  Many show only on their way that they are beyond a limit.
@@ -198,92 +197,13 @@ class GuidanceGrammars:
             if not first.is_error():
                 first.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if first.is_error():
-                return _reason(first)
+                return reason(first)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
             going_on = allowed[~np.isin(allowed, self._eos_token_ids)].tolist()
             if not going_on:
                 return "" if len(allowed) or num_tokens else "the grammar allows no text at all"
             first.try_consume_tokens([choose.choice(going_on)])
         return ""
-
-
-_NO_TOKEN = -1
-
-
-class _Sequence:
-    """Implements `Grammar`.
-
-    To check a token, the matcher takes nearly all the steps that it takes to consume it, in memory that the forward
-    pass has driven out of the caches.  So a token that `allows` finds allowed stays consumed, *ahead* of `num_tokens`:
-    as a rule it is the next one that `advance` gets.  If anything else comes, it is rolled back.
-    """
-
-    def __init__(self, matcher: Any, eos_token_ids: list[int]) -> None:
-        self.error = ""
-        self.num_tokens = 0
-        self._matcher = matcher
-        self._eos_token_ids = eos_token_ids
-        self._ahead = _NO_TOKEN
-
-    @property
-    def matcher(self) -> Any:
-        """The `LLMatcher` behind `num_tokens` tokens."""
-        if self._ahead != _NO_TOKEN:
-            self._ahead = _NO_TOKEN
-            self._matcher.rollback(1)
-        return self._matcher
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        if not token_ids or self.error:
-            return
-        self.num_tokens += len(token_ids)
-        if token_ids[0] == self._ahead:
-            self._ahead = _NO_TOKEN
-            token_ids = token_ids[1:]
-            if not token_ids:
-                return
-        matcher = self.matcher
-        rest = token_ids[matcher.try_consume_tokens(list(token_ids)) :]
-        if rest and not (matcher.is_stopped() and set(rest) <= set(self._eos_token_ids)):
-            self.check()
-            self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
-
-    def allows(self, draft_token_ids: Sequence[int], token_ids: Sequence[int]) -> bool:
-        if self.error:
-            return False
-        matcher = self.matcher
-        if not draft_token_ids:
-            if matcher.try_consume_tokens(token_ids[:1]) == 0:
-                return False
-            self._ahead = token_ids[0]
-            return True
-        for i, token in enumerate(token_ids):
-            if matcher.validate_tokens([*draft_token_ids[:i], token]) <= i:
-                return False
-            if i == len(draft_token_ids) or token != draft_token_ids[i]:
-                break
-        return True
-
-    def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return 0 if self.error else int(self.matcher.validate_tokens(list(token_ids)))
-
-    def check(self) -> None:
-        if not self.error and self._matcher.is_error():
-            self.error = _reason(self._matcher)
-
-    def forced(self, limit: int) -> list[int]:
-        if self.error:
-            return []
-        matcher = self.matcher
-        if matcher.is_stopped():
-            return []
-        tokens: list[int] = matcher.compute_ff_tokens()
-        if not tokens or limit <= len(tokens) or len(tokens) > _MAX_FORCED:
-            return tokens[:limit]
-        taken = matcher.try_consume_tokens(tokens)
-        stopped = matcher.is_stopped() and taken == len(tokens)
-        matcher.rollback(taken)
-        return [*tokens, self._eos_token_ids[0]] if stopped else tokens
 
 
 class _Wrapped:
@@ -334,16 +254,5 @@ def _fill_job(job: MaskJob, first: int, num_bytes: int) -> None:
 
 
 def _matcher(job: MaskJob) -> Any:
-    assert isinstance(job.grammar, _Sequence)
-    return job.grammar.matcher
-
-
-def _reason(matcher: Any) -> str:
-    """Why a matcher that began without an error has one."""
-    error = _shown(matcher.get_error())
-    return f"{BEYOND_LIMITS if error.startswith(_LIMIT_ERRORS) else 'the grammar cannot go on'}: {error}"
-
-
-def _shown(error: str) -> str:
-    """The library's message, without the state of its parser."""
-    return " ".join(error.partition("\n<state>")[0].split())[:500] or "unknown error"
+    assert isinstance(job.grammar, GuidedSequence)
+    return job.grammar.matcher_behind(job.behind)

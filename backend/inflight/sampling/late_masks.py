@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from inflight.sampling.metadata import COLUMN_LINES, Kind, SamplingMetadata
+from inflight.sampling.unusable import NO_TOKEN
 
 __all__ = ["mask_where_needed"]
 
@@ -24,12 +25,14 @@ def mask_where_needed(
     """
     columns = None if metadata.columns is None else metadata.columns.numpy()
     chosen = token_ids.numpy()
-    needed = metadata.masks[0].still_needed(chosen, _certain(metadata, columns))
+    whole = np.zeros(metadata.num_rows, dtype=bool)
+    whole[list(metadata.logprobs)] = True
+    needed = metadata.masks[0].still_needed(chosen, _certain(metadata, columns), whole)
     if needed is None:
         return token_ids, logits, {}
     rows, bitmask = needed.rows, needed.bitmask()
-    again = metadata.ops.choose(logits, _columns_of(rows, columns), bitmask=bitmask)
-    chosen[rows] = again.numpy()[rows]
+    again = metadata.ops.choose(logits, _columns_of(rows, columns), marks=False, bitmask=bitmask).numpy()
+    chosen[rows] = np.where(chosen[rows] == NO_TOKEN, NO_TOKEN, again[rows])
     if metadata.logprobs:
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         metadata.ops.mask(logits, rows, bitmask)
@@ -41,10 +44,7 @@ def _certain(metadata: SamplingMetadata, columns: np.ndarray | None) -> np.ndarr
 
     The greedy rows, and rows that race in the whole vocabulary: the winner without the mask still wins.
     """
-    certain = np.ones(metadata.num_rows, dtype=bool) if columns is None else columns[6] <= Kind.RANDOM
-    if metadata.logprobs:
-        certain[list(metadata.logprobs)] = False
-    return certain
+    return np.ones(metadata.num_rows, dtype=bool) if columns is None else columns[6] <= int(Kind.RANDOM)
 
 
 def _columns_of(rows: np.ndarray, columns: np.ndarray | None) -> Tensor:

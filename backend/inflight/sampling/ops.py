@@ -206,7 +206,7 @@ class SamplingOps(Protocol):
             columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; names each row at most once.  The
                 result of a row that no column names is undefined.
             marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks can have made
-                it so.
+                it so, or with a `bitmask`, if the caller knows these rows.
             bitmask: only if `draws_masked`: int32[C, mask_words(V)] on the host, each column's allowed tokens, the
                 first in the lowest bit.  A row that it leaves without a token gets token 0.
         """

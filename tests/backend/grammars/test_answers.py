@@ -19,7 +19,7 @@ from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.grammars import guidance
+from inflight.grammars.guided_sequence import GuidedSequence
 from inflight.grammars.spec import GrammarSpec
 
 from .conftest import EOS
@@ -317,13 +317,13 @@ def test_forced_tokens_take_fewer_steps(checkpoint: str, tokenizer: Tokenizer, a
 def test_every_token_is_parsed_once(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter and the logits rule follow a sequence together."""
     parsed: list[int] = []
-    advance = guidance._Sequence.advance
+    advance = GuidedSequence.advance
 
     def counting(sequence: Any, token_ids: Any) -> None:
         parsed.extend(token_ids)
         advance(sequence, token_ids)
 
-    monkeypatch.setattr(guidance._Sequence, "advance", counting)
+    monkeypatch.setattr(GuidedSequence, "advance", counting)
     found, _ = answers.run([([5], grammar_params(json_spec(SCHEMA), seed, n=2)) for seed in range(3)])
     assert 0 < len(parsed) <= sum(len(token_ids) for token_ids, _ in found.values())
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from inflight.grammars import guidance
-from inflight.grammars.base import MaskJob, mask_words
+from inflight.grammars.base import Grammar, MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import BEYOND_LIMITS, GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
@@ -39,6 +39,13 @@ def allowed(grammars: GuidanceGrammars, *jobs: MaskJob, rows: int = 1, in_backgr
     grammars.fill(jobs, bitmask, in_background)
     bits = np.unpackbits(bitmask.view(np.uint8), axis=1, count=VOCAB, bitorder="little")
     return [set(np.flatnonzero(row).tolist()) for row in bits]
+
+
+def allows(sequence: Grammar, drafts: list[int], tokens: list[int]) -> bool:
+    """Whether the tokens are left as they are, without a mask."""
+    tokens = tokens[: len(drafts) + 1]
+    settled = list(tokens)
+    return sequence.settle(drafts, settled, [True] * len(tokens)) == len(tokens) and settled == tokens
 
 
 def refused(**schema: Any) -> GrammarSpec:
@@ -216,9 +223,9 @@ def test_a_token_is_allowed_exactly_where_a_mask_allows_it(grammars: GuidanceGra
         for token in [*ids, EOS]:
             (tokens,) = allowed(grammars, MaskJob(sequence, 0, []))
             if sequence.error:
-                assert not sequence.allows([], [token])
+                assert not allows(sequence, [], [token])
                 break
-            found = {one for one in range(VOCAB) if sequence.allows([], [one])}
+            found = {one for one in range(VOCAB) if allows(sequence, [], [one])}
             assert found == tokens or (tokens == {EOS} and not found), "behind the end only the mask tells"
             sequence.advance([token])
         again = grammars.new(spec)
@@ -229,13 +236,13 @@ def test_a_token_is_allowed_exactly_where_a_mask_allows_it(grammars: GuidanceGra
                 good = all(chosen[i] in masks[i] for i in range(wrong + 1))
                 if wrong < len(ids) and other == ids[wrong]:
                     continue
-                found_good = again.allows(ids, chosen)
+                found_good = allows(again, ids, chosen)
                 assert found_good == good or masks[wrong] == {EOS}, "what follows another token does not count"
 
 
 @given(st.data())
 def test_questions_do_not_move_a_sequence(grammars: GuidanceGrammars, data: Any) -> None:
-    """A token that `allows` finds allowed is kept consumed, and taken back if another one follows."""
+    """A token that `settle` finds allowed is kept consumed, and taken back if another one follows."""
     spec = data.draw(st.sampled_from([SCHEMA, DIGITS, GrammarSpec("json_schema", '{"type": "array"}')]))
     sequence, taken = grammars.new(spec), list[int]()
     for _ in range(data.draw(st.integers(1, 12))):
@@ -245,9 +252,9 @@ def test_questions_do_not_move_a_sequence(grammars: GuidanceGrammars, data: Any)
         tokens = data.draw(st.lists(st.sampled_from([*sorted(possible)[:20], 5, EOS]), min_size=2, max_size=2))
         match data.draw(st.sampled_from(["allows", "allows", "drafts", "mask", "forced", "num_allowed", "advance"])):
             case "allows":
-                assert sequence.allows([], tokens) == (tokens[0] in possible) or possible == {EOS}
+                assert allows(sequence, [], tokens) == (tokens[0] in possible) or possible == {EOS}
             case "drafts":
-                assert sequence.allows(tokens[:1], tokens) == fresh.allows(tokens[:1], tokens)
+                assert allows(sequence, tokens[:1], tokens) == allows(fresh, tokens[:1], tokens)
             case "mask":
                 jobs = [[MaskJob(walk, 0, tokens[:1])] for walk in (sequence, fresh)]
                 assert allowed(grammars, *jobs[0], rows=2) == allowed(grammars, *jobs[1], rows=2)
@@ -313,6 +320,42 @@ def test_what_is_forced_is_what_masks_allow_and_ends_with_the_grammar(
         sequence.advance([token])
     assert not sequence.error
     assert grammars.new(GrammarSpec("choice", '["a","b"]')).forced(9) == []
+
+
+def test_where_one_token_is_allowed_it_is_settled_without_a_mask(
+    grammars: GuidanceGrammars, tokenizer: Tokenizer
+) -> None:
+    """Also if the model would spell the forced text differently: a mask would not let it."""
+    schema = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "maxLength": 9}, "kind": {"enum": ["bk", "fm"]}},
+    }
+    schema |= {"required": ["name", "kind"], "additionalProperties": False}
+    spec = GrammarSpec("json_schema", json.dumps(schema), "")
+    sequence, fresh, places = grammars.new(spec), grammars.new(spec), 0
+    taken: list[int] = []
+    for token in [*tokenizer.encode('{"name":"abc","kind":"bk"}', add_special_tokens=False).ids, EOS]:
+        (possible,) = allowed(grammars, MaskJob(fresh, 0, []))
+        run = fresh.forced(20)
+        for wrong in [one for one in range(1, VOCAB) if fresh.num_allowed([one])]:
+            chosen = [wrong]
+            assert sequence.settle([], chosen, [False]) == (len(possible) == 1 and possible != {EOS})
+            assert chosen == ([*possible] if run and run != [EOS] else [wrong])
+            places += bool(run) and wrong != run[0]
+        if EOS not in run and run:  # all of the run, and the mask behind it alone
+            chosen = [7] * (len(run) + 1)
+            settled = sequence.settle(run, chosen, [False] * len(chosen))
+            assert chosen[: len(run)] == run
+            one = grammars.new(spec)
+            one.advance([*taken, *run])
+            if settled == len(run):
+                late = allowed(grammars, MaskJob(sequence, 0, run[settled:], run[:settled]))
+                assert late == allowed(grammars, MaskJob(one, 0, []))
+        for walk in (sequence, fresh):
+            walk.advance([token])
+            assert not walk.error
+        taken.append(token)
+    assert places, "some forced text has several spellings"
 
 
 CORPUS = ['the quick brown fox {"name": "x", "age": 12} jumps', "ünïcode ☃ text 日本"] * 3

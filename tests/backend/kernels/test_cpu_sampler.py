@@ -77,7 +77,8 @@ def test_the_tokens_of_torch_whatever_the_vocabulary(data: st.DataObject) -> Non
     words[:, :size] = ~barred.numpy()
     bitmask = np.packbits(words, axis=1, bitorder="little").view(np.int32)
     whole = logits.masked_fill(barred, data.draw(st.sampled_from([0.0, 9.0])))
-    masked = cpu_sampler.choose(whole, columns, bitmask=bitmask).tolist()
+    marks = data.draw(st.booleans())
+    masked = cpu_sampler.choose(whole, columns, marks, bitmask).tolist()
     assert masked == [0 if token == NO_TOKEN else token for token in expected], "nothing left is no fault of the model"
 
 

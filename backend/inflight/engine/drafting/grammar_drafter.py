@@ -1,8 +1,7 @@
 """Drafts of the tokens that a grammar forces: one step computes several, instead of one step each.  No torch.
 
-They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a mask admits
-one token, that choice is certain; where a text is certain but has several tokenizations, the draft is the
-tokenizer's, and the model can still choose another.
+They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a text is
+forced, a mask admits one token, the tokenizer's.
 """
 
 from __future__ import annotations

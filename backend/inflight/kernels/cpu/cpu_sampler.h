@@ -17,7 +17,7 @@ struct Draws {
   int64_t* out;           // a token for each row, or kNoToken
   const uint32_t* masks;  // [columns, mask_words], a bit for each token that is allowed; or null
   int64_t mask_words;
-  int32_t marks;  // whether a row whose largest logit is not finite gets kNoToken
+  int32_t marks;  // whether a row whose largest logit is not finite gets kNoToken; with masks: whether that is looked at
 };
 
 constexpr int64_t kNoToken = -1;

@@ -45,7 +45,8 @@ def choose(logits: Tensor, columns: Tensor, marks: bool = True, bitmask: np.ndar
 
     Args:
         columns: int64[COLUMN_LINES, C], see `SamplingMetadata.columns`; names rows at most once; others get token 0.
-        marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks may have made it so.
+        marks: give `unusable.NO_TOKEN` to rows whose largest logit is not finite; False if masks may have made it so,
+            or with a `bitmask`, if the caller knows these rows: then few logits are read.
         bitmask: int32[C, mask_words(V)]: each column's allowed tokens, the first in the lowest bit.  A row that it
             leaves without a token gets token 0.
     """

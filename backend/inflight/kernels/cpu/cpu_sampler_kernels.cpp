@@ -28,6 +28,7 @@ constexpr float kToUnit = float(0x1p-31 * (1.0 - 0x1p-24));
 
 constexpr int64_t kBlock = 128;  // tokens; the largest logit of each block is known
 constexpr int64_t kGroup = 8;    // blocks that are dismissed at once
+constexpr int64_t kFew = 16;     // a mask of at most one token in so many has its tokens listed
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr int32_t kEnd = std::numeric_limits<int32_t>::max();
 constexpr double kRounding = 4e-7;  // of sums and weights in float32: what is that close to a bound has reached it
@@ -169,6 +170,32 @@ class Row {
     for (int i = 0; i < kLanes; ++i) has_nan_ |= is_nan[i] != 0;
   }
 
+  // What a race begins with, behind `read`.
+  void begin_race() { greedy_ = greedy(); }
+
+  // Only the logits that the mask allows, for `race_few`; false if they are more than `limit`.
+  bool read_few(const float* x, const uint32_t* mask, int64_t limit, std::vector<Entry>& few) {
+    x_ = x;
+    has_nan_ = false;
+    top_ = -kInfinity;
+    greedy_ = 0;
+    few.clear();
+    for (int64_t first = 0; first < size_; first += 32, ++mask) {
+      uint32_t bits = *mask;
+      if (size_ - first < 32) bits &= (1u << (size_ - first)) - 1;
+      for (; bits != 0; bits &= bits - 1) {
+        if (int64_t(few.size()) == limit) return false;
+        const int64_t token = first + __builtin_ctz(bits);
+        few.push_back({x[token], int32_t(token)});
+        has_nan_ |= x[token] != x[token];
+        if (!(x[token] > top_)) continue;
+        top_ = x[token];
+        greedy_ = token;
+      }
+    }
+    return true;
+  }
+
   bool usable() const { return !has_nan_ && std::fabs(top_) < kInfinity; }
 
   // The first of the largest logits; 0 if all are NaN.
@@ -186,7 +213,6 @@ class Row {
     key_ = uint32_t(keys);
     offset_ = uint32_t(uint64_t(keys) >> 32);
     scale_ = inverse_temperature;
-    greedy_ = greedy();
   }
 
   // The winner among the tokens kept, to which the first of the largest logits belongs.
@@ -234,6 +260,25 @@ class Row {
     }
     return winner;
   }
+
+  // The winner among all that `read_few` found.
+  int64_t race_few(const std::vector<Entry>& few) const {
+    int64_t winner = greedy_;
+    double best = score(top_, winner);
+    int32_t limit = bits_to_beat(best, top_);
+    for (const Entry& entry : few) {
+      if (noise_bits(hashes_[entry.token], key_, offset_) > limit) continue;
+      const double scored = score(entry.x, entry.token);
+      if (scored < best || (scored == best && entry.token > winner)) continue;
+      best = scored;
+      winner = entry.token;
+      limit = bits_to_beat(best, top_);
+    }
+    return winner;
+  }
+
+  // The first of the largest logits that `read_few` found; 0 if all are -inf.
+  int64_t greedy_of_few() const { return greedy_; }
 
   // The least logit whose weight, relative to the largest, reaches min_p.
   float floor_of(double min_p) const {
@@ -388,21 +433,32 @@ void draw(const Draws& draws, int64_t first, int64_t last) {
     if (at(kKind) == kPadding) continue;
     const float* x = draws.logits + at(kRow) * draws.stride;
     int64_t& token = draws.out[at(kRow)];
-    row.read(x);
-    if (!row.usable()) {
-      token = draws.marks ? kNoToken : row.greedy();
-      continue;
+    if (draws.masks == nullptr || draws.marks) {
+      row.read(x);
+      if (!row.usable()) {
+        token = draws.marks ? kNoToken : row.greedy();
+        continue;
+      }
     }
+    const float scale = float(real(at(kInverseTemperature)));
     if (draws.masks != nullptr) {
+      const uint32_t* mask = draws.masks + i * draws.mask_words;
+      thread_local std::vector<Entry> few;
+      if (at(kKind) <= kRandom && row.read_few(x, mask, draws.size / kFew, few)) {
+        row.randomize(at(kKeys), scale);
+        token = at(kKind) == kGreedy || !row.usable() ? row.greedy_of_few() : row.race_few(few);
+        continue;
+      }
       float* masked = scratch(draws.size);
-      apply_mask(x, draws.masks + i * draws.mask_words, draws.size, masked);
+      apply_mask(x, mask, draws.size, masked);
       row.read(masked);
       if (!row.usable()) {  // no token is left, which is no fault of the model
         token = row.greedy();
         continue;
       }
     }
-    row.randomize(at(kKeys), float(real(at(kInverseTemperature))));
+    row.randomize(at(kKeys), scale);
+    row.begin_race();
     const double top_p = real(at(kTopP)), min_p = real(at(kMinP));
     switch (at(kKind)) {
       case kGreedy: token = row.greedy(); break;

@@ -88,12 +88,13 @@ class LogitsMask(LogitsEdit, Protocol):
     def bitmask(self) -> np.ndarray:
         """int32 [r, mask_words(V)] for `rows`, on the host; waits for it."""
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> LogitsMask | None:
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray, whole: np.ndarray) -> LogitsMask | None:
         """The part of this mask that is still needed once tokens were chosen without it; it costs less than the whole.
 
         Args:
-            token_ids: int64[R], on the host.
+            token_ids: int64[R], on the host; changed in place where the mask leaves one token.
             certain: bool[R], rows whose token is still the one with the mask, provided that it is allowed.
+            whole: bool[R], rows whose mask is needed in any case.
 
         Returns:
             The mask of the rows that need it after all; all of it where it is being made already.

@@ -93,9 +93,12 @@ class GrammarMask:
         bitmask = np.empty((len(ignores_eos), mask_words(self._vocab_size)), dtype=np.int32)
         self.grammars.fill(jobs, bitmask, in_background=self._overlaps)
         if ignores_eos.any():
-            going_on = bitmask & self._not_eos.view(np.int32)
-            rows = ignores_eos & going_on.any(axis=1)
-            bitmask[rows] = going_on[rows]
+            words = sorted({token // 32 for token in self.eos_token_ids})
+            not_eos = self._not_eos.view(np.int32)
+            rows = np.flatnonzero(ignores_eos & (bitmask[:, words] & ~not_eos[words]).any(axis=1))
+            going_on = bitmask[rows] & not_eos
+            can_go_on = going_on.any(axis=1)
+            bitmask[rows[can_go_on]] = going_on[can_go_on]
         return bitmask
 
     def _wait(self) -> None:
@@ -130,7 +133,7 @@ class Mask:
     def apply(self, logits: Tensor) -> None:
         self.ops.mask(logits, self.rows, self.bitmask())
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray, whole: np.ndarray) -> Mask | None:
         return self
 
 
@@ -148,19 +151,27 @@ class LateMask(Mask):
         self._ignores_eos = ignores_eos
         self._rule = rule
 
-    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray) -> Mask | None:
-        rows, ignores_eos, eos_token_ids = self.rows.tolist(), self._ignores_eos.tolist(), self._rule.eos_token_ids
-        chosen, is_certain = token_ids.tolist(), certain.tolist()
-        tokens = [max(chosen[row], 0) for row in rows]  # a row without a token stays without one
+    def still_needed(self, token_ids: np.ndarray, certain: np.ndarray, whole: np.ndarray) -> Mask | None:
+        before = token_ids[self.rows]
+        tokens = np.maximum(before, 0)  # a row without a token stays without one
+        is_sure = certain[self.rows]
+        if self._ignores_eos.any():
+            for token in self._rule.eos_token_ids:
+                is_sure &= ~(self._ignores_eos & (tokens == token))
+        needs_all = whole[self.rows].tolist()
+        chosen, sure, places = tokens.tolist(), is_sure.tolist(), list[int]()
         jobs: list[MaskJob] = []
-        places: list[int] = []
-        for job in self.jobs:
-            grammar, first, drafts = job
-            here = range(first, first + 1 + len(drafts))
-            is_open = any(not is_certain[rows[i]] or (ignores_eos[i] and tokens[i] in eos_token_ids) for i in here)
-            if is_open or not grammar.allows(drafts, tokens[first : here.stop]):
-                jobs.append(MaskJob(grammar, len(places), drafts))
-                places += here
+        for grammar, first, drafts, _ in self.jobs:
+            end = first + 1 + len(drafts)
+            settled = 0
+            if True not in needs_all[first:end]:
+                here = chosen[first:end]
+                settled = grammar.settle(drafts, here, sure[first:end])
+                chosen[first:end] = here
+            if first + settled < end:
+                jobs.append(MaskJob(grammar, len(places), drafts[settled:], drafts[:settled]))
+                places += range(first + settled, end)
+        token_ids[self.rows] = np.where(before < 0, before, chosen)
         if not jobs:
             return None
         return LateMask(self.ops, self.rows[places], jobs, self._ignores_eos[places], self._rule)
