@@ -79,8 +79,7 @@ class Generation:
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[Piece] = []  # the first chunks, until `deliver`
         self._take: Take | None = None
-        self._taking = asyncio.Lock()  # held while `_take` runs
-        self._delivers = asyncio.Event()
+        self._begins = asyncio.Event()  # with `deliver`
         self._woken: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: one for each would cost more than a chunk
         self._wait_ends = 0.0
@@ -141,8 +140,8 @@ class Generation:
     async def deliver(self, take: Take) -> None:
         """Call `take` with the chunks, those that have come and each one when it comes, until the end.
 
-        It is also called without any when a keep-alive comment is due.  One call is over before the next begins; while
-        it waits for a slow client, nothing is read from Triton.
+        It is also called without any when a keep-alive comment is due.  While it waits for a slow client, the stream of
+        the chunk is not read.
 
         Raises:
             APIError: a request failed; all its chunks before that were taken.
@@ -154,14 +153,12 @@ class Generation:
                 waiting, self._waiting = self._waiting, []
                 await take(waiting)
             self._take = take
-            self._delivers.set()
+            self._begins.set()
             while not self._is_over:
                 await self._wait()
                 if not self._is_over:
-                    async with self._taking:
-                        await take(())
-            async with self._taking:
-                self._raise()
+                    await take(())
+            self._raise()
         finally:
             self._take = None
 
@@ -197,18 +194,27 @@ class Generation:
         return self._running == 0 or self._error is not None or self._gone
 
     async def _read(self, index: int, stream: AsyncStream) -> None:
+        """Read a stream, and let its chunks be taken.
+
+        A step's chunks come in a burst, one of each stream.  Those that begin or end an output go out before the
+        others, which let every task run that is ready now.
+        """
+        begun = False
         try:
-            first = True
             async for chunk in stream:
-                if not self._delivers.is_set():
+                if not self._begins.is_set():
                     self._waiting.append((index, chunk))
                     self._wake()
-                    await self._delivers.wait()  # the answer begins before this stream is read further
-                else:
-                    await self._pass_on(index, chunk, first)
-                    if self._take is None:  # the answer has ended before its streams
-                        break
-                first = False
+                    await self._begins.wait()  # the answer begins before this stream is read further
+                    begun = True
+                    continue
+                if begun and not _ends_output(chunk):
+                    await asyncio.sleep(0)
+                begun = True
+                if self._take is None:  # the answer has ended before its streams
+                    break
+                self._wait_ends = self._loop.time() + self._keep_alive_seconds
+                await self._take(((index, chunk),))
         except Exception as error:
             if self._error is None:
                 self._error = api_error(error)
@@ -218,19 +224,6 @@ class Generation:
             self._running -= 1
             if self._is_over:
                 self._wake()
-
-    async def _pass_on(self, index: int, chunk: StreamChunk, first: bool) -> None:
-        """Let the chunk be taken.
-
-        A step's chunks come in a burst, one of each stream.  Those that begin or end an output go out before the
-        others, which let every task run that is ready now.
-        """
-        if not first and not any(one.finish_reason for one in chunk.choices):
-            await asyncio.sleep(0)
-        self._wait_ends = self._loop.time() + self._keep_alive_seconds
-        async with self._taking:
-            if self._take is not None:
-                await self._take(((index, chunk),))
 
     async def _watch_client(self) -> None:
         while (await self._http.receive())["type"] != "http.disconnect":
@@ -262,6 +255,13 @@ class Generation:
             self._timer = self._loop.call_at(self._wait_ends, self._time_is_up)
         else:
             self._wake()
+
+
+def _ends_output(chunk: StreamChunk) -> bool:
+    for one in chunk.choices:
+        if one.finish_reason is not None:
+            return True
+    return False
 
 
 async def _drop(pieces: Sequence[Piece]) -> None:
