@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -268,6 +269,15 @@ async def _drop(pieces: Sequence[Piece]) -> None:
     """Takes chunks of an answer that is needed as a whole."""
 
 
+@functools.cache
+def _stream_headers(media_type: str) -> tuple[tuple[bytes, bytes], ...]:
+    response = Response(media_type=media_type)
+    del response.headers["content-length"]
+    response.headers["cache-control"] = "no-cache"
+    response.headers["x-accel-buffering"] = "no"  # nginx would buffer events
+    return tuple(response.raw_headers)
+
+
 class EventStream(Response):
     """The response of a streaming request.  It closes the generation.
 
@@ -279,10 +289,9 @@ class EventStream(Response):
     """
 
     def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder, framing: Framing = SSE) -> None:
-        super().__init__(media_type=framing.media_type)
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # nginx would buffer events
+        # What `Response.__init__` sets; it would encode the same headers for each stream.
+        self.status_code, self.background, self.body = 200, None, b""
+        self.raw_headers = list(_stream_headers(framing.media_type))
         self._gateway = gateway
         self._generation = generation
         self._encoder = encoder
