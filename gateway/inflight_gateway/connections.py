@@ -139,10 +139,10 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle:
-            self._is_idle = False
-            self._arm(self._registry.header_timeout)
+        was_idle, self._is_idle = self._is_idle, False
         super().data_received(data)
+        if was_idle and not self._has_request and not self._is_idle:  # the head is not complete
+            self._arm(self._registry.header_timeout)
 
     def on_headers_complete(self) -> None:
         self._has_request = True

@@ -114,6 +114,7 @@ class Generation:
             return
         self._entered = False
         self._gateway.leave()
+        self._gateway.beginning.discard(self)
         self.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -155,6 +156,7 @@ class Generation:
                 await take(waiting)
             self._take = take
             self._begins.set()
+            self._gateway.beginning.discard(self)
             while not self._is_over:
                 await self._wait()
                 if not self._is_over:
@@ -205,12 +207,15 @@ class Generation:
             async for chunk in stream:
                 if not self._begins.is_set():
                     self._waiting.append((index, chunk))
+                    self._gateway.beginning.add(self)
                     self._wake()
                     await self._begins.wait()  # the answer begins before this stream is read further
                     begun = True
                     continue
                 if begun and not _ends_output(chunk):
-                    await asyncio.sleep(0)
+                    await asyncio.sleep(0)  # now all chunks of the burst are read
+                    if self._gateway.beginning:
+                        await asyncio.sleep(0)
                 begun = True
                 if self._take is None:  # the answer has ended before its streams
                     break
