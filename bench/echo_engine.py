@@ -60,7 +60,15 @@ def main() -> None:
     core = make_core(config, IdleRunner(args.step_ms / 1e3), listeners=[HeartbeatListener(heartbeat)])
     info = IdleRunner.info
     ready = EngineReady(
-        info.max_model_len, info.vocab_size, info.eos_token_ids, info.num_blocks, config.block_size, "none", args.device, "none", 0.0
+        info.max_model_len,
+        info.vocab_size,
+        info.eos_token_ids,
+        info.num_blocks,
+        config.block_size,
+        "none",
+        args.device,
+        "none",
+        0.0,
     )
     if args.shared:
         owner.send(ready)

@@ -264,10 +264,7 @@ class Generation:
 
 
 def _ends_output(chunk: StreamChunk) -> bool:
-    for one in chunk.choices:
-        if one.finish_reason is not None:
-            return True
-    return False
+    return any(one.finish_reason is not None for one in chunk.choices)
 
 
 async def _drop(pieces: Sequence[Piece]) -> None:
