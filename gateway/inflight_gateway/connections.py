@@ -153,7 +153,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.scope[BODY_ARRIVED] = True
+        cast(dict[str, Any], self.scope)[BODY_ARRIVED] = True
         if not self._has_request:  # the rest of a body whose request was answered before it came
             self._wait()
 

@@ -140,7 +140,7 @@ class Generation:
             self._raise()
 
     async def deliver(self, take: Take) -> None:
-        """Call `take` with the chunks, those that have come and each one when it comes, until the end.
+        """Call `take` with the chunks that have come, then with each further chunk when it comes, until the end.
 
         It is also called without any when a keep-alive comment is due.  While it waits for a slow client, the stream of
         the chunk is not read.
@@ -199,7 +199,7 @@ class Generation:
     async def _read(self, index: int, stream: AsyncStream) -> None:
         """Read a stream, and let its chunks be taken.
 
-        A step's chunks come in a burst, one of each stream.  Those that begin or end an output go out before the
+        A step's chunks come in a burst, one of each stream.  First and last chunks of an output go out before the
         others, which let every task run that is ready now.
         """
         begun = False
