@@ -120,7 +120,7 @@ def stream_request(tokens: int = TOKENS) -> bytes:
 
     options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "return_num_cached_tokens": True}
     request = GenerationRequest.build(PROMPT, None, None, options, model=MODEL, timeout=60)
-    return grpc_request(request, 60).SerializeToString()
+    return grpc_request(request, 60)
 
 
 @contextlib.asynccontextmanager
@@ -235,7 +235,7 @@ def recorded(address: str) -> dict[str, Any]:
         chunks = [chunk.hex() for chunk in stream(iter([stream_request()]))]
         return {
             "metadata": metadata(pb.ModelMetadataRequest(name=MODEL).SerializeToString()).hex(),
-            "model": [one.hex() for one in stream(iter([grpc_control(MODEL, model_question()).SerializeToString()]))],
+            "model": [one.hex() for one in stream(iter([grpc_control(MODEL, model_question())]))],
             "chunks": chunks,
         }
 

@@ -102,8 +102,7 @@ def _continuable(request: GenerationRequest) -> GenerationRequest:
     if not has_seed and request.resume_token_ids is None:  # a resumed request keeps the seed of its beginning
         sampling = {**sampling, "seed": _seeds.getrandbits(63)}
         sampling.pop("random_seed", None)
-    return dataclasses.replace(
-        request,
+    return request.changed(
         sampling=sampling,
         return_token_ids=True,
         # The server's sums are rounded; the sums of single log probabilities are not.

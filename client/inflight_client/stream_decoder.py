@@ -1,7 +1,8 @@
 """Decodes the responses of one gRPC stream from their bytes.  No I/O.
 
 Within a stream, responses mostly differ in nothing but the contents of their tensors: model, id, parameters, and the
-names, types and shapes of the outputs are the same bytes again.  These are decoded once.
+names, types and shapes of the outputs are the same bytes again.  These are decoded once; what follows the id, once for
+all streams of the process.
 """
 
 from __future__ import annotations
@@ -19,10 +20,16 @@ __all__ = ["StreamDecoder"]
 
 # Tags in the serialised message, as (number of the field << 3 | wire type); both are length-delimited.
 _INFER_RESPONSE, _RAW_CONTENTS = 0x12, 0x32
+_NAMES = (0x0A, 0x12, 0x1A)  # model, version and id, in this order
 _LENGTH_DELIMITED = 2
 _MAX_HEADS = 4  # several occur where responses have different numbers of tokens
+_MAX_DESCRIPTIONS = 8
 
 Layout = tuple[tuple[str, Callable[[bytes], Any] | None], ...]  # name and decoder of each output
+# Parameters and outputs as bytes, whether they are those of a final response, and the layout; the latest first.
+Descriptions = tuple[tuple[bytes, bool, Layout], ...]
+
+_described: Descriptions = ()  # threads replace it
 
 
 class StreamDecoder:
@@ -42,18 +49,34 @@ class StreamDecoder:
         Raises:
             InflightError: the response is an error, or no response.
         """
-        found = self._known(message) if self._heads else None
+        found = self._known(message) or self._like_another(message)
         if found is None:
             return self._whole(message)
-        self.final = False
         return found
 
     def _known(self, message: bytes) -> Columns | None:
         """The outputs of a response whose head has come before; None for another one."""
+        if self._heads:
+            start = _infer_response_start(message)
+            for head, layout in self._heads:
+                if message.startswith(head, start):
+                    self.final = False
+                    return _contents(message, start + len(head), layout)
+        return None
+
+    def _like_another(self, message: bytes) -> Columns | None:
+        """The outputs of a response of a kind that another stream has had; None for another one."""
         start = _infer_response_start(message)
-        for head, layout in self._heads:
-            if message.startswith(head, start):
-                return _contents(message, start + len(head), layout)
+        place = _names_end(message, start) if start else 0
+        for description, final, layout in _described if place else ():
+            if message.startswith(description, place):
+                end = place + len(description)
+                found = _contents(message, end, layout)
+                if found is not None:
+                    self.final = final
+                    if not final:
+                        self._heads = [(message[start:end], layout), *self._heads[: _MAX_HEADS - 1]]
+                return found
         return None
 
     def _whole(self, message: bytes) -> Columns:
@@ -66,15 +89,29 @@ class StreamDecoder:
         final = inner.parameters.get("triton_final_response")
         self.final = bool(response.error_message) if final is None else final.bool_param
         columns = grpc_columns(response)
-        if not self.final and len(inner.outputs) == len(inner.raw_output_contents) > 0:
+        if len(inner.outputs) == len(inner.raw_output_contents) > 0:
             self._learn(message, tuple((one.name, decoder_of(one.name, one.datatype)) for one in inner.outputs))
         return columns
 
     def _learn(self, message: bytes, layout: Layout) -> None:
+        global _described
         start = _infer_response_start(message)
-        end = _head_end(message, start) if start else 0
+        place = _names_end(message, start) if start else 0
+        end = _head_end(message, place) if place else 0
         if end:
-            self._heads = [(message[start:end], layout), *self._heads[: _MAX_HEADS - 1]]
+            _described = ((message[place:end], self.final, layout), *_described[: _MAX_DESCRIPTIONS - 1])
+            if not self.final:
+                self._heads = [(message[start:end], layout), *self._heads[: _MAX_HEADS - 1]]
+
+
+def _names_end(message: bytes, place: int) -> int:
+    """The place after model, version and id, each of which can be absent; 0 if they are not ASCII."""
+    start = place
+    for tag in _NAMES:
+        if place < len(message) and message[place] == tag:
+            length, place = _varint(message, place + 1)
+            place += length
+    return place if message[start:place].isascii() else 0
 
 
 def _contents(message: bytes, place: int, layout: Layout) -> Columns | None:

@@ -3,7 +3,8 @@
 The streaming calls of `tritonclient` are not usable: its blocking client has one stream per client object,
 so a cancellation would end every request of the client, and it leaks a thread for each cancelled
 stream; its asyncio client drops `enable_empty_final_response`.  This module uses its channel and TLS
-handling, although the channel is a private attribute (`_channel`).  Responses stay bytes for `StreamDecoder`.
+handling, although the channel is a private attribute (`_channel`).  Requests come as bytes from `grpc_request`, and
+responses stay bytes for `StreamDecoder`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import grpc
 import grpc.aio
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from tritonclient.grpc.service_pb2 import ModelInferRequest
+from grpc._cython import cygrpc
+from grpc.aio._call import UnaryStreamCall
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.connection import Connection
@@ -39,6 +41,9 @@ __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
 # The server ends an overdue request with a better message; the client only makes sure that it ends.
 _GRACE_SECONDS = 1.0
 _STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+
+# The method below `read` is not public: is it there?
+_READS_AHEAD = hasattr(cygrpc, "_AioCall") and hasattr(cygrpc._AioCall, "receive_serialized_message")
 
 
 def _rpc_timeout(timeout: float | None) -> float | None:
@@ -135,9 +140,7 @@ class GrpcTransport:
         self._headers = connection.grpc_headers()
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.InferenceServerClient(**connection.grpc_client_options())
-        self._infer = self._client._channel.stream_stream(
-            _STREAM_METHOD, request_serializer=ModelInferRequest.SerializeToString
-        )
+        self._infer = self._client._channel.stream_stream(_STREAM_METHOD)
 
     def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
         """Send a request; `timeout` is the number of seconds it has left."""
@@ -148,7 +151,7 @@ class GrpcTransport:
         return control_answer([columns for columns in self._send(grpc_control(model, question), timeout) if columns])
 
     def _send(
-        self, message: ModelInferRequest, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
+        self, message: bytes, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
     ) -> GrpcCall:
         metadata = (*self._headers.items(), *headers.items())
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
@@ -201,7 +204,7 @@ class AsyncGrpcCall(_CallProgress):
 
     async def __anext__(self) -> Columns:
         try:
-            response = await self._call.read()
+            response = await (self._call.read() if self._received else self._read_first())
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
@@ -216,6 +219,16 @@ class AsyncGrpcCall(_CallProgress):
         except InflightError:
             await self.close()
             raise
+
+    async def _read_first(self) -> Any:
+        """As `read`, which asks for the response only after the headers have come, although both come together.
+
+        That would be one more round through grpc's thread.  A failure is told by `read`.
+        """
+        response = grpc.aio.EOF
+        if _READS_AHEAD and type(self._call) is UnaryStreamCall:  # one with interceptors is of another type
+            response = await self._call._cython_call.receive_serialized_message()
+        return await self._call.read() if response is grpc.aio.EOF else response
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -248,9 +261,7 @@ class AsyncGrpcTransport:
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.aio.InferenceServerClient(**connection.grpc_client_options())
         # On the wire, a stream with one request equals a single request; grpc needs two tasks less for it.
-        self._infer = self._client._channel.unary_stream(
-            _STREAM_METHOD, request_serializer=ModelInferRequest.SerializeToString
-        )
+        self._infer = self._client._channel.unary_stream(_STREAM_METHOD)
         self._closed = asyncio.Event()
 
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncGrpcCall:
@@ -263,7 +274,7 @@ class AsyncGrpcTransport:
         return control_answer([columns async for columns in call if columns])
 
     def _send(
-        self, message: ModelInferRequest, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
+        self, message: bytes, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
     ) -> AsyncGrpcCall:
         call = self._infer(message, metadata=(*self._metadata, *headers.items()), timeout=timeout)
         return AsyncGrpcCall(call, self.address, self._closed)

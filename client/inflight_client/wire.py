@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -102,8 +102,8 @@ def _microseconds(seconds: float) -> int:
     return max(1, round(seconds * 1e6))  # 0 would mean no deadline
 
 
-def grpc_request(request: GenerationRequest, timeout: float | None) -> service_pb2.ModelInferRequest:
-    """The message of a streaming inference.
+def grpc_request(request: GenerationRequest, timeout: float | None) -> bytes:
+    """The message of a streaming inference, a serialised `ModelInferRequest`.
 
     Args:
         timeout: seconds until the deadline; None for no deadline.
@@ -112,33 +112,41 @@ def grpc_request(request: GenerationRequest, timeout: float | None) -> service_p
         ValueError: an integer out of the range of its data type.
     """
     message = service_pb2.ModelInferRequest(model_name=request.model, id=request.request_id)
-    for name, datatype, value in _fields(request):
-        _add_input(message, name, datatype, value)
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
     if timeout is not None:
         message.parameters["timeout"].int64_param = _microseconds(timeout)
     for header, value in request.trace_headers.items():  # for servers that trace without Triton
         message.parameters[header].string_param = value
-    return message
+    return _with_inputs(message, _fields(request))
 
 
-def _add_input(message: service_pb2.ModelInferRequest, name: str, datatype: str, value: Any) -> None:
-    values = value if isinstance(value, list) else [value]
-    message.inputs.append(_scalar(name, datatype) if len(values) == 1 else _tensor(name, datatype, len(values)))
-    message.raw_input_contents.append(_TRUE if value is True else _raw(name, datatype, values))
+def _with_inputs(message: service_pb2.ModelInferRequest, fields: Iterable[tuple[str, str, Any]]) -> bytes:
+    """The serialised message with input tensors.
+
+    Most requests have tensors of the same names, types and shapes; their descriptions are serialised once.  The bytes
+    of two messages, one after the other, are those of the merged message.
+    """
+    tensors, contents = [], []
+    for name, datatype, value in fields:
+        values = value if isinstance(value, list) else (value,)
+        tensors.append((name, datatype, len(values)))
+        contents.append(_TRUE if value is True else _raw(name, datatype, values))
+    message.raw_input_contents.extend(contents)
+    serialised: bytes = message.SerializeToString()
+    return serialised + _descriptions(tuple(tensors))
 
 
-def _tensor(name: str, datatype: str, count: int) -> service_pb2.ModelInferRequest.InferInputTensor:
-    return service_pb2.ModelInferRequest.InferInputTensor(name=name, datatype=datatype, shape=[count])
+@lru_cache(maxsize=128)
+def _descriptions(tensors: tuple[tuple[str, str, int], ...]) -> bytes:
+    """The part of a serialised message that describes its tensors, given as (name, Triton data type, elements)."""
+    message = service_pb2.ModelInferRequest()
+    for name, datatype, count in tensors:
+        message.inputs.add(name=name, datatype=datatype, shape=[count])
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    serialised: bytes = message.SerializeToString()
+    return serialised
 
 
-@lru_cache(maxsize=128)  # the names of the contract
-def _scalar(name: str, datatype: str) -> service_pb2.ModelInferRequest.InferInputTensor:
-    """The description of a tensor with one element, which `append` copies."""
-    return _tensor(name, datatype, 1)
-
-
-def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
+def _raw(name: str, datatype: str, values: Sequence[Any]) -> bytes:
     if datatype == "BYTES":
         encoded = values[0].encode("utf-8")
         return struct.pack("<I", len(encoded)) + encoded
@@ -148,18 +156,15 @@ def _raw(name: str, datatype: str, values: list[Any]) -> bytes:
         raise ValueError(f"{name}: must be integers within the range of {datatype}") from None
 
 
-def grpc_control(model: str, question: Question) -> service_pb2.ModelInferRequest:
-    """The message of a question."""
+def grpc_control(model: str, question: Question) -> bytes:
+    """The message of a question, a serialised `ModelInferRequest`."""
     message = service_pb2.ModelInferRequest(model_name=model)
-    for name, datatype, value in question.inputs:
-        _add_input(message, name, datatype, value)
     for key, parameter in question.parameters.items():
         if isinstance(parameter, bool):
             message.parameters[key].bool_param = parameter
         else:
             message.parameters[key].string_param = parameter
-    message.parameters["triton_enable_empty_final_response"].bool_param = True
-    return message
+    return _with_inputs(message, question.inputs)
 
 
 def control_answer(responses: list[Columns]) -> str:

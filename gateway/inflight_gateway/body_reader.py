@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
+from inflight_gateway.connections import BODY_ARRIVED
 from inflight_gateway.errors import APIError
 from inflight_gateway.options import GatewayOptions
 
@@ -43,6 +44,8 @@ class BodyReader:
         self._check_site(http)
         self._check_declared(http)
         try:
+            if BODY_ARRIVED in http.scope:  # nothing to wait for
+                return await self._collect(http)
             if sys.version_info < (3, 11):
                 return await asyncio.wait_for(self._collect(http), self._options.body_timeout)
             async with asyncio.timeout(self._options.body_timeout):  # without a task of its own

@@ -17,11 +17,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from inflight_gateway.errors import APIError
 from inflight_gateway.response_headers import new_request_id
 
-__all__ = ["IDLE_SECONDS", "STATE", "ClientConnection", "Connections", "HeadWithBody"]
+__all__ = ["BODY_ARRIVED", "IDLE_SECONDS", "STATE", "ClientConnection", "Connections", "HeadWithBody"]
 
 _log = logging.getLogger("inflight_gateway")
 
 STATE = "connections"  # key of the `Connections` in the lifespan's state
+BODY_ARRIVED = "inflight_body_arrived"  # key of a request's scope, once all of its body has come
 IDLE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
 _SPARE_DESCRIPTORS = 64  # for connections to Triton, logs and metrics
 _FULL = APIError(503, "this gateway has too many connections; try again later", code="connections_full", retry_after=1)
@@ -138,10 +139,10 @@ class ClientConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle:
-            self._is_idle = False
-            self._arm(self._registry.header_timeout)
+        was_idle, self._is_idle = self._is_idle, False
         super().data_received(data)
+        if was_idle and not self._has_request and not self._is_idle:  # the head is not complete
+            self._arm(self._registry.header_timeout)
 
     def on_headers_complete(self) -> None:
         self._has_request = True
@@ -152,6 +153,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        cast(dict[str, Any], self.scope)[BODY_ARRIVED] = True
         if not self._has_request:  # the rest of a body whose request was answered before it came
             self._wait()
 

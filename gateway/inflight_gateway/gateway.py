@@ -31,6 +31,9 @@ class Gateway:
     Args:
         options: of the operator.
         upstream, replicas, provider: replace real ones, in tests.
+
+    Attributes:
+        beginning: the generations whose first chunk has come, and whose answer has not begun.
     """
 
     def __init__(
@@ -42,6 +45,7 @@ class Gateway:
     ) -> None:
         self.options = options
         self.metrics = Metrics()
+        self.beginning: set[object] = set()
         self.bodies = BodyReader(options)
         self.upstream = upstream or upstream_for(options, self.metrics.routed)
         self.replicas = replicas or Replicas(options, self.upstream)

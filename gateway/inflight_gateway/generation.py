@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+import functools
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -31,9 +32,8 @@ __all__ = [
     "stream_events",
 ]
 
-_MAX_WAITING = 256  # chunks that wait for a slow client; with more, reading from Triton pauses
-
 Piece = tuple[int, StreamChunk]  # index of the prompt, and a chunk of its stream
+Take = Callable[[Sequence[Piece]], Awaitable[None]]
 
 
 class ClientGone(Exception):
@@ -72,16 +72,18 @@ class Generation:
 
     def __init__(self, gateway: Gateway, http: Request, requests: Sequence[Mapping[str, Any]]) -> None:
         self._gateway = gateway
+        self._keep_alive_seconds = gateway.options.keep_alive_seconds
+        self._loop = asyncio.get_running_loop()
         self._http = http
         self._requests = requests
         self._streams: list[AsyncStream] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._waiting: list[Piece] = []
+        self._waiting: list[Piece] = []  # the first chunks, until `deliver`
+        self._take: Take | None = None
+        self._begins = asyncio.Event()  # with `deliver`
         self._woken: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None  # one for many waits: one for each would cost more than a chunk
         self._wait_ends = 0.0
-        self._room = asyncio.Event()
-        self._room.set()
         self._running = 0
         self._error: APIError | None = None
         self._gone = False
@@ -112,6 +114,7 @@ class Generation:
             return
         self._entered = False
         self._gateway.leave()
+        self._gateway.beginning.discard(self)
         self.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -131,39 +134,44 @@ class Generation:
             APIError: the request failed before any chunk, so it can still be answered with a status.
             ClientGone: the client disconnected.
         """
-        if not self._waiting:
-            await self._wait_for_chunk(self._gateway.options.keep_alive_seconds)
+        if not self._waiting and not self._is_over:
+            await self._wait()
         if not self._waiting:
             self._raise()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """Yield the chunks that have arrived; an empty list when a keep-alive comment is due.
+    async def deliver(self, take: Take) -> None:
+        """Call `take` with the chunks that have come, then with each further chunk when it comes, until the end.
+
+        It is also called without any when a keep-alive comment is due.  While it waits for a slow client, the stream of
+        the chunk is not read.
 
         Raises:
-            APIError: a request failed; all chunks before that were yielded.
+            APIError: a request failed; all its chunks before that were taken.
             ClientGone: the client disconnected.
+            Exception: `take` raised it for the first chunks; for later ones it is an APIError.
         """
-        while True:
-            if not self._waiting:
-                if self._running == 0 or self._error is not None or self._gone:
-                    break
-                await self._wait_for_chunk(self._gateway.options.keep_alive_seconds)
-            if self._gone:
-                break
-            pieces, self._waiting = self._waiting, []
-            self._room.set()
-            if pieces or (self._running and self._error is None):
-                yield pieces
-        self._raise()
+        try:
+            while self._waiting and not self._gone:
+                waiting, self._waiting = self._waiting, []
+                await take(waiting)
+            self._take = take
+            self._begins.set()
+            self._gateway.beginning.discard(self)
+            while not self._is_over:
+                await self._wait()
+                if not self._is_over:
+                    await take(())
+            self._raise()
+        finally:
+            self._take = None
 
     async def results(self) -> list[GenerationResult]:
         """Wait for the complete answers, one per prompt.
 
         Raises:
-            APIError, ClientGone: as `pieces`.
+            APIError, ClientGone: as `deliver`.
         """
-        async for _ in self.pieces():
-            pass
+        await self.deliver(_drop)
         return self.results_so_far()
 
     def results_so_far(self) -> list[GenerationResult]:
@@ -184,14 +192,35 @@ class Generation:
         if self._error is not None:
             raise self._error
 
+    @property
+    def _is_over(self) -> bool:
+        return self._running == 0 or self._error is not None or self._gone
+
     async def _read(self, index: int, stream: AsyncStream) -> None:
+        """Read a stream, and let its chunks be taken.
+
+        A step's chunks come in a burst, one of each stream.  First and last chunks of an output go out before the
+        others, which let every task run that is ready now.
+        """
+        begun = False
         try:
             async for chunk in stream:
-                self._waiting.append((index, chunk))
-                self._wake()
-                if len(self._waiting) >= _MAX_WAITING:
-                    self._room.clear()
-                    await self._room.wait()
+                if not self._begins.is_set():
+                    self._waiting.append((index, chunk))
+                    self._gateway.beginning.add(self)
+                    self._wake()
+                    await self._begins.wait()  # the answer begins before this stream is read further
+                    begun = True
+                    continue
+                if begun and not _ends_output(chunk):
+                    await asyncio.sleep(0)  # now all chunks of the burst are read
+                    if self._gateway.beginning:
+                        await asyncio.sleep(0)
+                begun = True
+                if self._take is None:  # the answer has ended before its streams
+                    break
+                self._wait_ends = self._loop.time() + self._keep_alive_seconds
+                await self._take(((index, chunk),))
         except Exception as error:
             if self._error is None:
                 self._error = api_error(error)
@@ -199,14 +228,14 @@ class Generation:
         finally:
             self._gateway.metrics.resumed(stream.resumptions)
             self._running -= 1
-            self._wake()
+            if self._is_over:
+                self._wake()
 
     async def _watch_client(self) -> None:
         while (await self._http.receive())["type"] != "http.disconnect":
             pass
         self._gone = True
         self._http.scope["client_gone"] = True  # for the metrics
-        self._room.set()
         self.cancel()
         self._wake()
 
@@ -214,27 +243,41 @@ class Generation:
         if self._woken is not None and not self._woken.done():
             self._woken.set_result(None)
 
-    async def _wait_for_chunk(self, seconds: float) -> None:
-        """Wait until `_wake`, at most `seconds`."""
-        if self._waiting or self._running == 0 or self._error is not None or self._gone:
-            return
-        loop = asyncio.get_running_loop()
-        self._woken = loop.create_future()
-        self._wait_ends = loop.time() + seconds
+    async def _wait(self) -> None:
+        """Wait until `_wake`, or until no chunk has come for `keep_alive_seconds`."""
+        self._woken = self._loop.create_future()
+        self._wait_ends = self._loop.time() + self._keep_alive_seconds
         if self._timer is None:
-            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
+            self._timer = self._loop.call_at(self._wait_ends, self._time_is_up)
         try:
             await self._woken
         finally:
             self._woken = None
 
-    def _time_is_up(self, loop: asyncio.AbstractEventLoop) -> None:
-        """End the wait, or look again when the current one should end."""
+    def _time_is_up(self) -> None:
+        """End the wait, or look again when it should end."""
         self._timer = None
-        if loop.time() < self._wait_ends:
-            self._timer = loop.call_at(self._wait_ends, self._time_is_up, loop)
+        if self._loop.time() < self._wait_ends:
+            self._timer = self._loop.call_at(self._wait_ends, self._time_is_up)
         else:
             self._wake()
+
+
+def _ends_output(chunk: StreamChunk) -> bool:
+    return any(one.finish_reason is not None for one in chunk.choices)
+
+
+async def _drop(pieces: Sequence[Piece]) -> None:
+    """Takes chunks of an answer that is needed as a whole."""
+
+
+@functools.cache
+def _stream_headers(media_type: str) -> tuple[tuple[bytes, bytes], ...]:
+    response = Response(media_type=media_type)
+    del response.headers["content-length"]
+    response.headers["cache-control"] = "no-cache"
+    response.headers["x-accel-buffering"] = "no"  # nginx would buffer events
+    return tuple(response.raw_headers)
 
 
 class EventStream(Response):
@@ -248,10 +291,9 @@ class EventStream(Response):
     """
 
     def __init__(self, gateway: Gateway, generation: Generation, encoder: EventEncoder, framing: Framing = SSE) -> None:
-        super().__init__(media_type=framing.media_type)
-        del self.headers["content-length"]
-        self.headers["cache-control"] = "no-cache"
-        self.headers["x-accel-buffering"] = "no"  # nginx would buffer events
+        # What `Response.__init__` sets; it would encode the same headers for each stream.
+        self.status_code, self.background, self.body = 200, None, b""
+        self.raw_headers = list(_stream_headers(framing.media_type))
         self._gateway = gateway
         self._generation = generation
         self._encoder = encoder
@@ -273,16 +315,20 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         encoder, sent = self._encoder, self._gateway.metrics.sent
         body = encoder.begin()
+
+        async def take(pieces: Sequence[Piece]) -> None:
+            nonlocal body
+            if pieces:
+                sent(len(pieces))
+                body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
+            else:
+                body += self._keep_alive
+            if body:
+                ready, body = body, b""
+                await send({"type": "http.response.body", "body": ready, "more_body": True})
+
         try:
-            async for pieces in self._generation.pieces():
-                if pieces:
-                    sent(len(pieces))
-                    body += b"".join([encoder.chunk(prompt, chunk) for prompt, chunk in pieces])
-                else:
-                    body += self._keep_alive
-                if body:
-                    await send({"type": "http.response.body", "body": body, "more_body": True})
-                    body = b""
+            await self._generation.deliver(take)
             body += encoder.end()
         except ClientGone:
             raise

@@ -6,6 +6,7 @@ them adds them up.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from pathlib import Path
@@ -85,6 +86,10 @@ class Metrics:
             "Times that another attempt went on behind the output of a stream that was interrupted.",
             registry=own,
         )
+        # Children are found once: `labels` costs as much as the rest of a count.
+        self._first_token_of = functools.cache(self._first_token.labels)
+        self._requests_of = functools.cache(self._requests.labels)
+        self._seconds_of = functools.cache(self._seconds.labels)
         self.sent = self._chunks.inc
         self.resumed = self._resumed.inc
         self.broke = self._broken.inc
@@ -116,12 +121,12 @@ class Metrics:
 
     def began(self, endpoint: str, seconds: float) -> None:
         """A stream begins: its first output has arrived."""
-        self._first_token.labels(endpoint).observe(seconds)
+        self._first_token_of(endpoint).observe(seconds)
 
     def answered(self, endpoint: str, status: int, seconds: float) -> None:
         """An HTTP request has ended."""
-        self._requests.labels(endpoint, str(status)).inc()
-        self._seconds.labels(endpoint).observe(seconds)
+        self._requests_of(endpoint, str(status)).inc()
+        self._seconds_of(endpoint).observe(seconds)
 
     def text(self) -> bytes:
         """All metrics in Prometheus' text format."""

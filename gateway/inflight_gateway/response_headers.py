@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 import re
-import uuid
 from typing import Literal
 
 from starlette.datastructures import Headers
@@ -50,7 +50,7 @@ def _warning_header(scope: Scope) -> list[tuple[bytes, bytes]]:
 
 def new_request_id() -> str:
     """A random id."""
-    return uuid.uuid4().hex
+    return os.urandom(16).hex()
 
 
 class ResponseHeaders:

@@ -26,7 +26,7 @@ def build(**options: Any) -> GenerationRequest:
 
 
 def inputs(request: GenerationRequest) -> dict[str, bytes]:
-    message: service_pb2.ModelInferRequest = grpc_request(request, None)
+    message = service_pb2.ModelInferRequest.FromString(grpc_request(request, None))
     return {each.name: raw for each, raw in zip(message.inputs, message.raw_input_contents)}
 
 
@@ -50,7 +50,7 @@ def test_vectors_have_adapters_too() -> None:
 
 def test_parameters_of_a_question() -> None:
     question = control_question("load_adapter", "key", {"lora_name": "doll", "load_inplace": True})
-    parameters = grpc_control("m", question).parameters
+    parameters = service_pb2.ModelInferRequest.FromString(grpc_control("m", question)).parameters
     assert parameters["lora_name"].string_param == "doll" and parameters["load_inplace"].bool_param is True
     assert (parameters["control"].string_param, parameters["admin_key"].string_param) == ("load_adapter", "key")
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tritonclient.grpc import service_pb2
 
 from inflight_client import Client, InvalidRequestError, ServerError
 from inflight_client.questions import control_question, detokenize_question, json_answer, tokenize_question
@@ -17,7 +18,7 @@ CHAT = [{"role": "user", "content": "x"}]
 
 def sent(question: Any) -> dict[str, Any]:
     """The parts that both protocols send, as one dict."""
-    message = grpc_control("m", question)
+    message = service_pb2.ModelInferRequest.FromString(grpc_control("m", question))
     parameters = {key: value.bool_param or value.string_param for key, value in message.parameters.items()}
     assert parameters.pop("triton_enable_empty_final_response") is True
     body = http_control(question)
@@ -36,7 +37,8 @@ def test_what_is_sent() -> None:
     assert sent(tokenize_question("a", None, {}, None, False, -1))["truncate_prompt_tokens"] == "-1"
     assert http_control(tokenize_question("a", None, {}, False, False))["add_special_tokens"] is False
     assert sent(detokenize_question(np.array([1, 2]))) == {"control": "detokenize", "input_ids": [1, 2]}
-    assert grpc_control("m", tokenize_question("é", None, {}, None, False)).raw_input_contents[0] == b"\2\0\0\0\xc3\xa9"
+    message = service_pb2.ModelInferRequest.FromString(grpc_control("m", tokenize_question("é", None, {}, None, False)))
+    assert message.raw_input_contents[0] == b"\2\0\0\0\xc3\xa9"
 
 
 def test_what_is_wrong_is_refused_before_anything_is_sent() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from tritonclient.grpc import service_pb2
 from typer.testing import CliRunner
 
 from inflight.frontend.request.contract import INPUTS, OUTPUTS
@@ -64,7 +65,7 @@ def test_a_request_has_only_inputs_of_the_contract() -> None:
     options: Any = {"pooling": pooling, "tenant": "t", "cache_salt": "s", "request_priority": 3, "request_id": "r"}
     request = GenerationRequest.build(None, None, None, options, model="m", timeout=None)
     types = {spec.name: spec for spec in INPUTS}
-    message = grpc_request(request, 1.0)
+    message = service_pb2.ModelInferRequest.FromString(grpc_request(request, 1.0))
     assert {one.name for one in message.inputs} == {"pooling", "tenant", "cache_salt", "request_priority"} <= set(types)
     assert json.loads(http_body(request, None)["pooling"]) == {
         "task": "embed",

@@ -30,6 +30,11 @@ FULL = GenerationRequest(
 )
 
 
+def sent(request: GenerationRequest, timeout: float | None) -> service_pb2.ModelInferRequest:
+    """The message as the server reads it."""
+    return service_pb2.ModelInferRequest.FromString(grpc_request(request, timeout))
+
+
 def inputs_of(message: service_pb2.ModelInferRequest) -> dict[str, Any]:
     """Input tensors as the server reads them."""
     values: dict[str, Any] = {}
@@ -44,7 +49,7 @@ def inputs_of(message: service_pb2.ModelInferRequest) -> dict[str, Any]:
 
 
 def test_a_grpc_request_follows_the_contract() -> None:
-    message = grpc_request(FULL, timeout=1.5)
+    message = sent(FULL, timeout=1.5)
     values = inputs_of(message)
     assert values.pop("text_input") == ["héllo".encode()]
     assert json.loads(values.pop("sampling_parameters")[0]) == FULL.sampling
@@ -77,7 +82,7 @@ def test_requests_use_only_inputs_that_the_backend_declares(request_: Generation
     declared = {
         spec.name: (spec.data_type.removeprefix("TYPE_").replace("STRING", "BYTES"), spec.dims) for spec in INPUTS
     }
-    for tensor in grpc_request(request_, None).inputs:
+    for tensor in sent(request_, None).inputs:
         datatype, dims = declared[tensor.name]
         assert tensor.datatype == datatype
         assert dims == (-1,) or tuple(tensor.shape) == dims
@@ -92,13 +97,21 @@ def test_http_body_is_flat_json() -> None:
     assert http_body(GenerationRequest(model="m", input_ids=[5]), None)["input_ids"] == [5]
 
 
+def test_descriptions_that_are_kept_are_those_of_equal_tensors() -> None:
+    for ids in ([1, 2], [3, 4], [5, 6, 7], [8]):
+        for priority in (None, 2):
+            request = GenerationRequest(model="m", input_ids=ids, request_priority=priority)
+            values = inputs_of(sent(request, None))
+            assert values["input_ids"] == ids and values.get("request_priority", [None]) == [priority]
+
+
 def test_trace_context_goes_as_request_parameters() -> None:
     headers = {"traceparent": "00-ab-cd-01", "tracestate": "k=v"}
     traced = GenerationRequest(model="m", prompt="p", trace_headers=headers)
-    parameters = grpc_request(traced, None).parameters
+    parameters = sent(traced, None).parameters
     assert {name: parameters[name].string_param for name in headers} == headers
     assert http_body(traced, None).items() >= headers.items()
-    assert not {*headers} & {*grpc_request(FULL, None).parameters} and not {*headers} & {*http_body(FULL, None)}
+    assert not {*headers} & {*sent(FULL, None).parameters} and not {*headers} & {*http_body(FULL, None)}
 
 
 def test_without_token_ids_the_counts_are_requested() -> None:
@@ -113,7 +126,7 @@ def test_flags_of_newer_releases_are_sent_only_if_asked_for(flag: str) -> None:
     plain, asking = (GenerationRequest(model="m", prompt="p", **asks) for asks in ({}, {flag: True}))  # type: ignore[arg-type]
     assert flag not in http_body(plain, None)
     assert http_body(asking, None)[flag] is True
-    assert inputs_of(grpc_request(asking, None))[flag] == [True]
+    assert inputs_of(sent(asking, None))[flag] == [True]
 
 
 def test_messages_go_as_a_list_and_with_options_as_an_object() -> None:
@@ -123,16 +136,16 @@ def test_messages_go_as_a_list_and_with_options_as_an_object() -> None:
     )
     assert json.loads(http_body(plain, None)["messages"]) == chat
     assert json.loads(http_body(rich, None)["messages"]) == {"messages": chat, "add_generation_prompt": False}
-    assert inputs_of(grpc_request(rich, None))["messages"][0].decode() == http_body(rich, None)["messages"]
+    assert inputs_of(sent(rich, None))["messages"][0].decode() == http_body(rich, None)["messages"]
 
 
 def test_a_timeout_is_never_rounded_to_none() -> None:
-    assert grpc_request(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
+    assert sent(FULL, timeout=1e-9).parameters["timeout"].int64_param == 1
 
 
 def test_an_integer_out_of_range_is_named() -> None:
     with pytest.raises(ValueError, match=r"request_priority.*INT32"):
-        grpc_request(GenerationRequest(model="m", prompt="p", request_priority=2**40), None)
+        sent(GenerationRequest(model="m", prompt="p", request_priority=2**40), None)
 
 
 def response(final: bool = False, **outputs: np.ndarray | list[str]) -> service_pb2.ModelStreamInferResponse:

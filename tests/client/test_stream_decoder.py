@@ -51,6 +51,23 @@ def test_a_known_head_is_not_parsed_again(monkeypatch):
     assert decoder.columns(response("b" * 300, [7]).SerializeToString())["text_output"] == ["b" * 300]
 
 
+def test_what_one_stream_has_had_is_not_parsed_again_in_another(monkeypatch):
+    for final in (False, True):
+        StreamDecoder().columns(response("a", final=final).SerializeToString())
+    monkeypatch.setattr(StreamDecoder, "_whole", lambda *_: pytest.fail("parsed"))
+    decoder = StreamDecoder()
+    for final in (False, False, True):
+        found = decoder.columns(response("b", [7], final=final, request_id="another").SerializeToString())
+        assert (found["text_output"], found["token_ids"], decoder.final) == (["b"], [7], final)
+
+
+def test_an_id_that_is_no_text_is_refused_though_its_outputs_are_known():
+    message = response("a", request_id="another").SerializeToString()
+    StreamDecoder().columns(message)
+    with pytest.raises(ServerError, match="no response"):
+        StreamDecoder().columns(message.replace(b"another", b"an\xffther"))
+
+
 def test_an_error_after_output_is_raised_and_ends_the_stream():
     decoder = StreamDecoder()
     decoder.columns(response().SerializeToString())

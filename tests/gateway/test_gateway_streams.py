@@ -6,9 +6,13 @@ import asyncio
 import json
 import socket
 
-from scripted_client import text
+from scripted_client import ScriptedClient, text
 
 from inflight_gateway.completion_events import CompletionEvents
+from inflight_gateway.gateway import Gateway
+from inflight_gateway.generation import Generation
+from inflight_gateway.options import GatewayOptions
+from inflight_gateway.upstream import Upstream
 
 
 def request_bytes(body: dict) -> bytes:
@@ -40,6 +44,52 @@ async def test_a_slow_client_holds_back_its_own_stream_only(start):
     await asyncio.wait_for(front.client.streams[0].cancelled.wait(), 10)
     while front.gateway.metrics.open_requests:
         await asyncio.sleep(0.01)
+
+
+class Waiting:
+    """A request whose client stays."""
+
+    def __init__(self):
+        self.scope = {}
+
+    async def receive(self):
+        await asyncio.Event().wait()
+
+
+async def test_chunks_that_begin_or_end_an_output_go_out_before_the_rest_of_a_burst():
+    step, never = asyncio.Event(), asyncio.Event()
+    scripts = {
+        "runs": [*text("a", finish=None), step, *text("b", finish=None), never],
+        "begins": [step, *text("a", finish=None), never],
+        "ends": [*text("a", finish=None), step, *text("b")],
+    }
+    options = GatewayOptions()
+    gateway = Gateway(options, Upstream(options, ScriptedClient(lambda request: scripts[request.prompt])))
+    taken = []
+
+    async def answer(kind):
+        async with Generation(gateway, Waiting(), [{"model": "demo", "prompt": kind}]) as generation:
+            await generation.first()
+
+            async def take(pieces):
+                taken.append((kind, pieces[0][1].text))
+
+            await generation.deliver(take)
+
+    order = [*["runs"] * 5, "begins", "ends", *["runs"] * 5]
+    answers = [asyncio.create_task(answer(kind)) for kind in order]
+    while len(taken) < len(order) - 1:  # all but the one that begins
+        await asyncio.sleep(0)
+    taken.clear()
+    step.set()
+    while len(taken) < len(order):
+        await asyncio.sleep(0)
+    assert sorted(taken[:2]) == [("begins", "a"), ("ends", "b")] and {kind for kind, _ in taken[2:]} == {"runs"}
+    for one in answers:
+        one.cancel()
+    await asyncio.gather(*answers, return_exceptions=True)
+    assert not gateway.beginning and not gateway.metrics.open_requests
+    await gateway.close()
 
 
 async def test_a_fault_of_our_own_ends_the_stream_with_an_error(start, monkeypatch, caplog):
