@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading.check.float32_reference import InFloat32
+from inflight.loading.quantization.in_float32 import InFloat32
 from inflight.loading.checkpoint import weights
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.load_errors import LoadError

@@ -24,7 +24,7 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.device.step_hook import StepHook
 from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, that_fit
-from inflight.loading.check.float32_reference import InFloat32
+from inflight.loading.quantization.in_float32 import InFloat32
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.rotary import forget_lengths
 from inflight.loading.paged_layers import PagedLayers
