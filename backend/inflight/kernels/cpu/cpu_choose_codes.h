@@ -90,8 +90,8 @@ inline CodeRange best_range(const CodeGroup& group) {
   CodeRange best = {range / kLargestCode, minimum};
   if (!(range > 1e-30f)) return best;
   double least = INFINITY;
-  for (int step = -10; step <= 10; ++step) {
-    const CodeSums sums = group.sums_of((kLargestCode + 0.1f * float(step)) / range, minimum);
+  for (int step = -5; step <= 5; ++step) {
+    const CodeSums sums = group.sums_of((kLargestCode + 0.2f * float(step)) / range, minimum);
     const CodeRange found = group.fit(sums);
     const double error = group.error(sums, found);
     if (found.scale > 0.0f && error < least) {
