@@ -1,4 +1,4 @@
-"""The same model with its channels in another order, which changes nothing but the groups in which weights are quantized.
+"""The same model with its channels in another order: this changes only the groups in which weights are quantized.
 
 A checkpoint that was made of codes has weights on a grid in each group, which a format with the same groups repeats: it
 says nothing about rounding.  In another order, a group has weights of many grids, as if they were plain numbers.
@@ -17,7 +17,7 @@ __all__ = ["write_shuffled"]
 
 
 def write_shuffled(folder: Path, output: Path) -> Path:
-    """Write the llama in `folder` to `output`, in float32, with its channels in a random order that is always the same."""
+    """Write the llama in `folder` to `output`, in float32, with its channels in an order drawn by seed 0."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     _shuffle(model)
     model.save_pretrained(output)
