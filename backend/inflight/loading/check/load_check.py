@@ -5,7 +5,7 @@ bias, state shared between layers, a mask), or look across requests (a maximum o
 (`check_cases.py`), split into chunks and run as one batch through the pool, are compared with transformers' eager
 attention on each alone.  In half precision this is done twice:
 
-    structure   in float32 (`quantization/in_float32.py`), with the definition of paged attention: what the model computes
+    structure   in float32, with the definition of paged attention: what the model computes
     rounding    as it is served, within a few times the error that transformers' own half precision makes
 """
 

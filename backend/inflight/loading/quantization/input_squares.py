@@ -31,7 +31,7 @@ _FLOOR = 1e-4
 def mean_squares(model: nn.Module, names: Collection[str], vocab_size: int) -> dict[str, Tensor]:
     """Mean squares of the inputs, float32 [K], of the linear layers `names`; their mean is 1.
 
-    Random tokens run through `model`, which is on a CPU, with transformers' own attention, in float32 and on one thread,
+    Random tokens run through `model`, which is on a CPU, with transformers' own attention, in float32, on one thread,
     so that the result has the same bits each time.  Layers without a finite result are left out, such as an expert that
     saw no token.
 
