@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The loss of quality in each format of weights and KV cache: perplexity and divergence on Python's documentation.
 
-    python bench/quantization.py [--models smollm2 demo] [--formats ...] [--tokens N] [--llama-cpp FOLDER]
+    python bench/quantization.py [--models smollm2 shuffled demo] [--formats ...] [--tokens N] [--llama-cpp FOLDER]
         [--output FILE]
 
 Each format computes the text in windows of 1024 tokens.  Its distributions of the next token are compared with those in
@@ -14,6 +14,8 @@ Inflight serves them: in their codes, with inputs in eight bits, as llama.cpp ha
 
 - smollm2: SmolLM2-135M-Instruct (`make smollm2`) on the help topics of `pydoc`, which come with every Python; another
   Python has another text, so the record says which.
+- shuffled: the same with its channels in another order (shuffled.py).  The weights of SmolLM2 come from a file that has
+  them in four bits, in groups of 32, which formats with the same groups repeat; in another order they have to round.
 - demo: the demo model on the documents that were held out from its training (see model_repository/demo).
 """
 
@@ -34,6 +36,7 @@ from typing import Any, NamedTuple
 import common
 import torch
 from attention_batch import metadata_of
+from shuffled import write_shuffled
 from torch import Tensor
 
 sys.path.append(str(common.ROOT / "tests" / "support"))  # the twins
@@ -96,8 +99,14 @@ def held_out() -> str:
     return "\n\n".join(document.text for document in documents)
 
 
+def shuffled() -> Path:
+    folder = common.CACHE / "smollm2-shuffled"
+    return folder if folder.exists() else write_shuffled(common.smollm2(), folder)
+
+
 MODELS = {
     "smollm2": Subject(common.smollm2, topics, "the topics of pydoc"),
+    "shuffled": Subject(shuffled, topics, "the topics of pydoc"),
     "demo": Subject(lambda: common.DEMO, held_out, "docstrings and topics held out from training"),
 }
 

@@ -29,7 +29,6 @@ from inflight.device.memory import available_memory, meter_of
 from inflight.kernels.registry import check_switches, select_attention
 from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, cases, has_experts, position_limits, that_fit
-from inflight.loading.check.float32_reference import can_run_in_float32
 from inflight.loading.check.load_check import EXACT, LoadCheck, Reference, reference, tolerance
 from inflight.loading.checkpoint.checkpoint_config import dtype_of, eos_token_ids, max_model_len, read_config
 from inflight.loading.checkpoint.headless import is_encoder
@@ -48,6 +47,7 @@ from inflight.loading.loaded_model import CheckpointInfo, LoadedModel, Sizing, d
 from inflight.loading.memory_plan import plan_on_cpu
 from inflight.loading.paged_layers import PagedLayers
 from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, num_weights, rounds_inputs
+from inflight.loading.quantization.in_float32 import can_run_in_float32
 from inflight.loading.quantization.schemes import check_scheme, scheme_of
 from inflight.loading.recognise.attention_probe import probe
 

@@ -288,6 +288,15 @@ def test_int4_chooses_better_codes_than_rounding_between_the_extremes() -> None:
     assert error < 0.85 * (rounded - groups).square().sum()
 
 
+def test_int4_rounds_weights_of_large_inputs_less() -> None:
+    weight, importance = random(64, 512, dtype=torch.float32), torch.ones(512)
+    importance[::16] = 1000.0
+    found, plain = (
+        ((INT4.encode(weight, given).dequantize() - weight).square() * importance).sum() for given in (importance, None)
+    )
+    assert found < 0.5 * plain
+
+
 @pytest.mark.parametrize(
     "group",
     [

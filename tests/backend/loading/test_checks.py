@@ -18,10 +18,10 @@ from transformers.models.llama import modeling_llama
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import EngineConfig
 from inflight.loading.check.cases import Case, cases, position_limits, that_fit
-from inflight.loading.check.float32_reference import InFloat32, can_run_in_float32
 from inflight.loading.check.load_check import EXACT, Reference, reference, tolerance
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
+from inflight.loading.quantization.in_float32 import InFloat32, can_run_in_float32
 
 CPU = torch.device("cpu")
 

@@ -21,13 +21,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.sampling_params import SamplingParams
-from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.checkpoint import weights
 from inflight.loading.forward.fused_decoder import fuse_modules
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.loading.quantization import fp8_linear, fp8_product
 from inflight.loading.quantization.fp8_linear import Fp8Linear, decoder_linears, product, quantize_linears
+from inflight.loading.quantization.in_float32 import InFloat32
 from inflight.ops.base import QuantizedRows
 from inflight.ops.reference_ops import ReferenceOps
 

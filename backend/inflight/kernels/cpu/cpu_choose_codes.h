@@ -12,6 +12,7 @@ namespace INFLIGHT_ISA {
 
 constexpr int kCodeVectors = kFineGroup / kLanes;
 constexpr float kLargestCode = 15.0f;
+constexpr float kLargestByte = 255.0f;
 
 // A group of weights is about code * scale - minimum.
 struct CodeRange {
@@ -19,9 +20,32 @@ struct CodeRange {
   float minimum;
 };
 
+// Sums over a group, each element times its importance: of codes, their squares, and their products with the weights.
+struct CodeSums {
+  double codes, squares, products;
+};
+
 struct CodeGroup {
   Vec x[kCodeVectors];
-  Vec weight[kCodeVectors];  // of a squared error
+  Vec importance[kCodeVectors];  // of a squared error
+  float lowest, highest;
+  double total, sum, squares;  // of the importance; of the weights and their squares, each times its importance
+
+  CodeGroup(const float* weights, const float* importances) {
+    Vec totals = {}, sums = {}, of_squares = {}, low = load(weights), high = low;
+    for (int i = 0; i < kCodeVectors; ++i) {
+      x[i] = load(weights + i * kLanes);
+      importance[i] = load(importances + i * kLanes);
+      low = x[i] < low ? x[i] : low;
+      high = x[i] > high ? x[i] : high;
+      totals += importance[i];
+      sums += importance[i] * x[i];
+      of_squares += importance[i] * x[i] * x[i];
+    }
+    lowest = -reduce_max(-low);
+    highest = reduce_max(high);
+    total = reduce_add(totals), sum = reduce_add(sums), squares = reduce_add(of_squares);
+  }
 
   // The code of each element, as a float; `inverse` of the scale.
   INFLIGHT_INLINE Vec code(int i, float inverse, float minimum) const {
@@ -30,86 +54,111 @@ struct CodeGroup {
     const Vec limited = scaled > kLargestCode ? splat(kLargestCode) : scaled > 0.0f ? scaled : Vec{};
     return (limited + kShifter) - kShifter;
   }
+
+  INFLIGHT_INLINE CodeSums sums_of(float inverse, float minimum) const {
+    Vec codes = {}, code_squares = {}, products = {};
+    for (int i = 0; i < kCodeVectors; ++i) {
+      const Vec found = code(i, inverse, minimum), weighted = found * importance[i];
+      codes += weighted;
+      code_squares += weighted * found;
+      products += weighted * x[i];
+    }
+    return {reduce_add(codes), reduce_add(code_squares), reduce_add(products)};
+  }
+
+  // The range that fits best to codes with these sums, by least squares; its scale is 0 if there is none.
+  CodeRange fit(const CodeSums& of) const {
+    const double determinant = total * of.squares - of.codes * of.codes;
+    if (!(determinant > 0.0)) return {0.0f, 0.0f};
+    const double scale = (total * of.products - sum * of.codes) / determinant;
+    const double minimum = (of.codes * of.products - of.squares * sum) / determinant;
+    if (minimum < 0.0) return {float(of.products / of.squares), 0.0f};
+    return {float(scale), float(minimum)};
+  }
+
+  // The sum of squared errors of codes with these sums.
+  double error(const CodeSums& of, CodeRange range) const {
+    const double scale = range.scale, minimum = range.minimum;
+    return squares - 2.0 * (scale * of.products - minimum * sum) + scale * scale * of.squares +
+           (minimum * total - 2.0 * scale * of.codes) * minimum;
+  }
 };
 
-// The best of some ranges: each is the least squares fit to codes which a slightly different scale gives.
+// The best of some ranges: each is the fit to codes which a slightly different scale gives.
 inline CodeRange best_range(const CodeGroup& group) {
-  Vec weights = {}, sums = {}, squares = {};
-  float lowest = group.x[0][0], highest = lowest;
-  for (int i = 0; i < kCodeVectors; ++i) {
-    weights += group.weight[i];
-    sums += group.weight[i] * group.x[i];
-    squares += group.weight[i] * group.x[i] * group.x[i];
-    for (int lane = 0; lane < kLanes; ++lane) {
-      lowest = std::fmin(lowest, group.x[i][lane]);
-      highest = std::fmax(highest, group.x[i][lane]);
-    }
-  }
-  const double w = reduce_add(weights), x = reduce_add(sums), xx = reduce_add(squares);
-  const float minimum = lowest < 0.0f ? -lowest : 0.0f, range = highest + minimum;
+  const float minimum = group.lowest < 0.0f ? -group.lowest : 0.0f, range = group.highest + minimum;
   CodeRange best = {range / kLargestCode, minimum};
   if (!(range > 1e-30f)) return best;
   double least = INFINITY;
-  for (int step = -10; step <= 10; ++step) {
-    const float inverse = (kLargestCode + 0.1f * float(step)) / range;
-    Vec codes = {}, code_squares = {}, products = {};
-    for (int i = 0; i < kCodeVectors; ++i) {
-      const Vec code = group.code(i, inverse, minimum), weighted = code * group.weight[i];
-      codes += weighted;
-      code_squares += weighted * code;
-      products += weighted * group.x[i];
-    }
-    const double c = reduce_add(codes), cc = reduce_add(code_squares), cx = reduce_add(products);
-    const double determinant = w * cc - c * c;
-    if (!(determinant > 0.0)) continue;
-    double scale = (w * cx - x * c) / determinant, offset = (cc * x - c * cx) / determinant;
-    if (offset > 0.0) scale = cx / cc, offset = 0.0;
-    const double error = xx - 2.0 * (scale * cx + offset * x) + scale * scale * cc + (2.0 * scale * c + offset * w) * offset;
-    if (scale > 0.0 && error < least) {
+  for (int step = -5; step <= 5; ++step) {
+    const CodeSums sums = group.sums_of((kLargestCode + 0.2f * float(step)) / range, minimum);
+    const CodeRange found = group.fit(sums);
+    const double error = group.error(sums, found);
+    if (found.scale > 0.0f && error < least) {
       least = error;
-      best = {float(scale), float(-offset)};
+      best = found;
     }
   }
   return best;
 }
 
+// A range in bytes, times the units of its feature.
+struct ByteRange {
+  float scale, minimum;
+
+  static float nearest(float value, float unit) {
+    return unit > 0.0f ? std::fmin(std::fmax(std::nearbyint(value / unit), 0.0f), kLargestByte) : 0.0f;
+  }
+  ByteRange(CodeRange range, CodeRange unit) : scale(nearest(range.scale, unit.scale)), minimum(nearest(range.minimum, unit.minimum)) {}
+  CodeRange times(CodeRange unit) const { return {scale * unit.scale, minimum * unit.minimum}; }
+};
+
+// The nearest bytes to a range, and then those of the fits to the codes that they give, as long as the error falls.  A
+// minimum is fitted to the scale as its byte says.
+inline ByteRange best_bytes(const CodeGroup& group, CodeRange range, CodeRange unit) {
+  constexpr int kTries = 3;
+  ByteRange best(range, unit), at = best;
+  double least = INFINITY;
+  for (int tried = 0; tried < kTries && at.scale > 0.0f; ++tried) {
+    const CodeRange numbers = at.times(unit);
+    const CodeSums sums = group.sums_of(1.0f / numbers.scale, numbers.minimum);
+    const double error = group.error(sums, numbers);
+    if (!(error < least)) break;
+    least = error;
+    best = at;
+    at.scale = ByteRange::nearest(group.fit(sums).scale, unit.scale);
+    at.minimum = ByteRange::nearest(float((at.scale * unit.scale * sums.codes - group.sum) / group.total), unit.minimum);
+  }
+  return best;
+}
+
 // See OpsKernels.  A feature with a weight that is not finite gets the scale NaN.
-inline void choose_codes(const float* x, int64_t size, const PlainCodes4& out, float* scale, float* minimum) {
+inline void choose_codes(const float* x, const float* importance, int64_t size, const PlainCodes4& out, float* scale,
+                         float* minimum) {
   const int64_t groups = size / kFineGroup;
-  const auto take = [x](int64_t at) {
-    CodeGroup group;
-    Vec squares = {};
-    for (int i = 0; i < kCodeVectors; ++i) {
-      group.x[i] = load(x + at * kFineGroup + i * kLanes);
-      squares += group.x[i] * group.x[i];
-    }
-    const Vec mean = splat(std::sqrt(reduce_add(squares) / kFineGroup));
-    for (int i = 0; i < kCodeVectors; ++i) group.weight[i] = mean + (group.x[i] < 0.0f ? -group.x[i] : group.x[i]);
-    return group;
-  };
+  const auto take = [=](int64_t at) { return CodeGroup(x + at * kFineGroup, importance + at * kFineGroup); };
   thread_local std::vector<CodeRange> ranges;
   ranges.resize(groups);
   CodeRange unit = {0.0f, 0.0f};
   bool finite = true;
   for (int64_t at = 0; at < groups; ++at) {
     const CodeGroup group = take(at);
-    finite = finite && reduce_add(group.weight[0]) < INFINITY;
+    finite = finite && std::isfinite(group.squares);
     ranges[at] = best_range(group);
     unit = {std::fmax(unit.scale, ranges[at].scale), std::fmax(unit.minimum, ranges[at].minimum)};
   }
-  unit = finite ? CodeRange{unit.scale / 255.0f, unit.minimum / 255.0f} : CodeRange{0.0f, 0.0f};
+  unit = finite ? CodeRange{unit.scale / kLargestByte, unit.minimum / kLargestByte} : CodeRange{0.0f, 0.0f};
   *scale = finite ? unit.scale : NAN;
   *minimum = unit.minimum;
   for (int64_t at = 0; at < groups; ++at) {
-    const auto byte = [](float value, float of) { return of > 0.0f ? std::nearbyint(value / of) : 0.0f; };
-    const float scale_byte = byte(ranges[at].scale, unit.scale), min_byte = byte(ranges[at].minimum, unit.minimum);
-    out.scales[at] = uint8_t(scale_byte);
-    out.mins[at] = uint8_t(min_byte);
-    const float size_of_step = scale_byte * unit.scale;
-    const float inverse = size_of_step > 0.0f ? 1.0f / size_of_step : 0.0f;
     const CodeGroup group = take(at);
+    const ByteRange bytes = best_bytes(group, ranges[at], unit);
+    out.scales[at] = uint8_t(bytes.scale);
+    out.mins[at] = uint8_t(bytes.minimum);
+    const CodeRange range = bytes.times(unit);
+    const float inverse = range.scale > 0.0f ? 1.0f / range.scale : 0.0f;
     for (int i = 0; i < kCodeVectors; ++i) {
-      const Vec code = group.code(i, inverse, min_byte * unit.minimum);
+      const Vec code = group.code(i, inverse, range.minimum);
       for (int lane = 0; lane < kLanes; ++lane) out.codes[at * kFineGroup + i * kLanes + lane] = uint8_t(code[lane]);
     }
   }

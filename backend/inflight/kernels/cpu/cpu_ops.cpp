@@ -116,9 +116,10 @@ void inflight_ops_unpack4(const Linear* linear, const PlainCodes4* plain, int32_
 }
 
 // Choose codes of four bits for `weights` [features, size] of `dtype`; size is a multiple of the group.  `scales` and
-// `mins`, [features], are the units of the bytes in `out`.
+// `mins`, [features], are the units of the bytes in `out`.  importance: see OpsKernels.
 void inflight_ops_choose_codes(const char* weights, int32_t dtype, int64_t features, int64_t size,
-                               const PlainCodes4* out, float* scales, float* mins, int32_t threads) {
+                               const float* importance, const PlainCodes4* out, float* scales, float* mins,
+                               int32_t threads) {
   Team team(threads);
   const OpsKernels& kernels = ops_kernels();
   team.run([&](bool) {
@@ -129,7 +130,7 @@ void inflight_ops_choose_codes(const char* weights, int32_t dtype, int64_t featu
       for (int64_t i = first; i < last; ++i) {
         kernels.to_floats(weights + i * size * element_size(dtype), dtype, 1.0f, floats, size);
         const PlainCodes4 to = {out->codes + i * size, out->scales + i * groups, out->mins + i * groups};
-        kernels.choose_codes(floats, size, to, scales + i, mins + i);
+        kernels.choose_codes(floats, importance, size, to, scales + i, mins + i);
       }
     });
   });

@@ -222,7 +222,9 @@ struct OpsKernels {
   // Quantize contiguous rows of activations.
   void (*quantize)(const char* x, int32_t dtype, int64_t rows, int64_t size, const Quantized& out);
   // Choose the codes of one feature's weights [size], a multiple of the group, and the units of its scales and mins.
-  void (*choose_codes)(const float* weights, int64_t size, const PlainCodes4& out, float* scale, float* minimum);
+  // importance [size]: of the squared error of each weight; positive.
+  void (*choose_codes)(const float* weights, const float* importance, int64_t size, const PlainCodes4& out, float* scale,
+                       float* minimum);
   // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
   // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.

@@ -191,16 +191,28 @@ def empty_codes(
 
 
 class WeightFormat(Protocol):
-    """One way to store a layer's weights.  `PackedWeight` packs the result of `encode`, whatever the format."""
+    """One way to store a layer's weights.  `PackedWeight` packs the result of `encode`, whatever the format.
 
-    def encode(self, weight: Tensor) -> Codes:
-        """The codes of weight [N, K] in float32, bfloat16 or float16, contiguous."""
+    Attributes:
+        weighs_inputs: whether `encode` uses `importance`.
+    """
+
+    weighs_inputs: bool
+
+    def encode(self, weight: Tensor, importance: Tensor | None = None) -> Codes:
+        """The codes of weight [N, K] in float32, bfloat16 or float16, contiguous.
+
+        Args:
+            importance: float32 [K], of squared errors in the weights of each input; positive.  None: all are the same.
+        """
 
 
 class PlainFormat:
     """A `WeightFormat`: as the weights are."""
 
-    def encode(self, weight: Tensor) -> Codes:
+    weighs_inputs = False
+
+    def encode(self, weight: Tensor, importance: Tensor | None = None) -> Codes:
         return Values(weight)
 
 
@@ -216,8 +228,9 @@ class Int8Format:
     """
 
     input_group: int
+    weighs_inputs = False
 
-    def encode(self, weight: Tensor) -> Codes:
+    def encode(self, weight: Tensor, importance: Tensor | None = None) -> Codes:
         if weight.shape[1] % 4:
             return Values(weight)
         values, scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(len(weight))
@@ -235,7 +248,9 @@ class Int6Format:
     For a head, between eight bits and four.  Weights have eight bits unless K is a multiple of 64.
     """
 
-    def encode(self, weight: Tensor) -> Codes:
+    weighs_inputs = False
+
+    def encode(self, weight: Tensor, importance: Tensor | None = None) -> Codes:
         num_outputs, num_inputs = weight.shape
         if num_inputs % _GROUP:
             return INT8.encode(weight)
@@ -262,15 +277,19 @@ class Int4Format:
     Chosen by least squares (cpu_choose_codes.h).  Weights have eight bits unless K is a multiple of 32.
     """
 
-    def encode(self, weight: Tensor) -> Codes:
+    weighs_inputs = True
+
+    def encode(self, weight: Tensor, importance: Tensor | None = None) -> Codes:
         if weight.shape[1] % _FINE_GROUP:
             return INT8.encode(weight)
         size = len(weight), weight.shape[1]
+        importance = torch.ones(size[1]) if importance is None else importance.contiguous()
         codes = Codes4.empty(size, torch.empty(size[0]), torch.empty(size[0]))
         library().inflight_ops_choose_codes(
             weight.data_ptr(),
             DTYPE_CODES[weight.dtype],
             *size,
+            importance.data_ptr(),
             ctypes.byref(codes.struct),
             codes.scales.data_ptr(),
             codes.mins.data_ptr(),

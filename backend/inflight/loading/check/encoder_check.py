@@ -23,10 +23,10 @@ from inflight.engine.attached import Attached
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput
 from inflight.load_phases import enter_phase
-from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.check.load_check import EXACT
 from inflight.loading.forward.encoder_pass import EncoderPass, has_relative_bias
 from inflight.loading.load_errors import LoadError, in_models_code
+from inflight.loading.quantization.in_float32 import InFloat32
 
 __all__ = ["EncoderCheck", "check_prompts"]
 

@@ -5,7 +5,7 @@ bias, state shared between layers, a mask), or look across requests (a maximum o
 (`check_cases.py`), split into chunks and run as one batch through the pool, are compared with transformers' eager
 attention on each alone.  In half precision this is done twice:
 
-    structure   in float32 (`in_float32.py`), with the definition of paged attention: what the model computes
+    structure   in float32, with the definition of paged attention: what the model computes
     rounding    as it is served, within a few times the error that transformers' own half precision makes
 """
 
@@ -24,10 +24,10 @@ from inflight.attention.reference import ReferenceAttention
 from inflight.device.step_hook import StepHook
 from inflight.load_phases import enter_phase
 from inflight.loading.check.cases import Case, blocks_of, that_fit
-from inflight.loading.check.float32_reference import InFloat32
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.rotary import forget_lengths
 from inflight.loading.paged_layers import PagedLayers
+from inflight.loading.quantization.in_float32 import InFloat32
 
 __all__ = ["EXACT", "LoadCheck", "Reference", "reference", "relative_error", "tolerance"]
 

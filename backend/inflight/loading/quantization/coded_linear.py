@@ -6,7 +6,7 @@ A layer computes the definition, in float32, with which the load check compares.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import cast
@@ -19,7 +19,7 @@ from inflight.config import EngineConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
 from inflight.kernels.cpu.stored_codes import StoredCodes, dequantized, joined, outputs_of
-from inflight.kernels.cpu.weight_format import Codes, Formats, Values
+from inflight.kernels.cpu.weight_format import Codes, Formats, Values, WeightFormat
 from inflight.loading.quantization.block_weight import BlockWeight
 from inflight.loading.quantization.stored_weight import ROWS, Coded, StoredWeight, shortest
 
@@ -29,6 +29,7 @@ __all__ = [
     "CpuCodes",
     "dequantise",
     "keeps_codes",
+    "layers_in",
     "num_weights",
     "packed_together",
     "quantise",
@@ -153,16 +154,26 @@ def _of_blocks(weight: BlockWeight, bits: int) -> StoredCodes:
     return joined(found)
 
 
-def quantise(model: nn.Module, formats: Formats) -> None:
+def layers_in(model: nn.Module, formats: Formats) -> dict[str, tuple[nn.Linear, WeightFormat]]:
+    """The layers that `quantise` looks at, by their paths in `model`."""
+    return {
+        name: (linear, formats.layers if "." in name else formats.head)
+        for name, linear in model.named_modules(remove_duplicate=True)
+        if type(linear) is nn.Linear and unsupported_weight(linear.weight) is None
+    }
+
+
+def quantise(model: nn.Module, formats: Formats, importance: Mapping[str, Tensor]) -> None:
     """Put a `CodedLinear` in the place of each `nn.Linear` of `model`; weights are freed as soon as they are quantised.
 
     Layers that their format leaves as they are stay.
+
+    Args:
+        importance: of the inputs of some layers, by path; see `WeightFormat.encode`.
     """
     shared = shared_weights(model)
-    for name, linear in list(model.named_modules(remove_duplicate=True)):
-        if type(linear) is not nn.Linear or unsupported_weight(linear.weight) is not None:
-            continue
-        codes = (formats.layers if "." in name else formats.head).encode(linear.weight.data.contiguous())
+    for name, (linear, format) in layers_in(model, formats).items():
+        codes = format.encode(linear.weight.data.contiguous(), importance.get(name))
         if isinstance(codes, Values):
             continue
         size = linear.out_features, linear.in_features

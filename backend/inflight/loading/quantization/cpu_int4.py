@@ -9,7 +9,8 @@ from torch import nn
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu.weight_format import FINE_INT8, INT4, Formats, WeightFormat
-from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, quantise
+from inflight.loading.quantization.coded_linear import ROUNDED_INPUTS, layers_in, quantise
+from inflight.loading.quantization.input_squares import mean_squares
 from inflight.loading.quantization.plain import Plain
 
 __all__ = ["CpuInt4"]
@@ -34,5 +35,7 @@ class CpuInt4(Plain):
             raise ConfigError('quantization="int4" requires native_forward on a CPU; remove one of them')
 
     def place(self, model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
-        quantise(model, self.cpu_formats)
+        weighed = [name for name, (_, format) in layers_in(model, self.cpu_formats).items() if format.weighs_inputs]
+        vocab_size = int(hf_config.get_text_config(decoder=True).vocab_size)
+        quantise(model, self.cpu_formats, mean_squares(model, weighed, vocab_size))
         return model.to(device)
