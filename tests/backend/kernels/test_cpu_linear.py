@@ -30,11 +30,11 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_close(result: Tensor, expected: Tensor) -> None:
+def assert_close(result: Tensor, expected: Tensor, roundings: int = 8) -> None:
     """Up to a few roundings of the result's dtype; `expected` is float64."""
     assert result.shape == expected.shape
     error = (result.double() - expected).abs().max() / expected.abs().max()
-    assert error < 8 * torch.finfo(result.dtype).eps
+    assert error < roundings * torch.finfo(result.dtype).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -251,7 +251,7 @@ def test_int4_multiplies_what_its_codes_stand_for(isa: str, dtype: torch.dtype, 
             parts = [F.linear(quantized(x, 32), weight) for weight in codes]
             parts[0] += bias.double()
             expected = F.silu(parts[0]) * parts[1] if gated else torch.cat(parts, dim=1)
-            assert_close(linear(x, packed), expected)
+            assert_close(linear(x, packed), expected, roundings=16 if gated else 8)  # both factors have those of a sum
 
 
 @given(case=st.data())

@@ -1,7 +1,7 @@
 """How large the inputs of a model's linear layers are, for formats that weigh errors by them.
 
-An error in a weight costs its square times the mean square of its input, and trained models have inputs that are
-hundreds of times larger than the others.  Which ones these are hardly depends on the text: some random tokens show it.
+An error in a weight costs its square times the mean square of its input, and trained models have a few inputs that are
+much larger than the others.  Some random tokens show which: no text is needed.
 """
 
 from __future__ import annotations
