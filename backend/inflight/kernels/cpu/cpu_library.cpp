@@ -33,11 +33,13 @@ bool has_avx512bf16() { return has_avx512vnni() && __builtin_cpu_supports("avx51
 bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
+bool made_by_intel() { return __builtin_cpu_is("intel"); }
 #else
 bool has_avx512() { return false; }
 bool has_avx512vnni() { return false; }
 bool has_avx512bf16() { return false; }
 bool has_avx2() { return false; }
+bool made_by_intel() { return false; }
 #endif
 
 struct InstructionSet {
@@ -69,6 +71,10 @@ const InstructionSet* find(std::string_view name) {
 
 const InstructionSet* chosen = find("");
 
+// Zen 4 finds a stream of reads itself, and prefetches far ahead, a second stream, slow it by a fifth.  Intel's prefetcher
+// stops at the end of a page; from a page ahead, one row's product is a fifth faster than from 512 bytes (Emerald Rapids).
+const int64_t distance = made_by_intel() ? 4096 : 512;
+
 constexpr uintptr_t kPage = 4096;
 
 // madvise() for the whole pages within a range of memory.
@@ -83,6 +89,7 @@ void advise(char* data, int64_t bytes, int advice) {
 const AttentionKernels& attention_kernels() { return *chosen->attention; }
 const OpsKernels& ops_kernels() { return *chosen->ops; }
 const SamplerKernels& sampler_kernels() { return *chosen->sampler; }
+int64_t prefetch_distance() { return distance; }
 
 }  // namespace inflight
 
