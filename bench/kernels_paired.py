@@ -87,9 +87,14 @@ def main() -> None:
 
 
 def _engine(checkpoint: str, name: str) -> EngineCore:
-    options = common.engine_options({"dtype": "bfloat16", "threads": 1})
-    # Weights are random, and a check takes a minute.
-    return common.engine({**options, "model": checkpoint, "check_on_load": False, **decoding.FORMATS[name]})
+    options = {
+        **common.engine_options({"dtype": "bfloat16", "threads": 1}),
+        "model": checkpoint,
+        "max_model_len": 4096,
+        "check_on_load": False,  # weights are random, and a check takes a minute
+        **decoding.FORMATS[name],
+    }
+    return common.engine(options)
 
 
 def _opened(path: str) -> ctypes.CDLL:
