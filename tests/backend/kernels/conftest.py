@@ -18,7 +18,7 @@ from inflight.kernels.gpu.launch import interpreted
 __all__ = ["card", "current_kernel", "gpu_rounding"]
 
 
-@pytest.fixture(params=["avx512bf16", "avx512", "avx2", "portable"])
+@pytest.fixture(params=["avx512bf16", "avx512vnni", "avx512", "avx2", "portable"])
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """The CPU kernels of an instruction set."""
     if not use_instruction_set(request.param):

@@ -39,7 +39,8 @@ _WARNINGS = ["-Wall", "-Wextra", "-Wno-psabi", "-Wno-uninitialized", "-Wno-maybe
 _AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma", "-mf16c"]
 # Instruction set -> compiler flags.  The one to use is chosen at run time.
 _X86: dict[str, list[str]] = {
-    "avx512bf16": [*_AVX512, "-mavx512bf16", "-mavx512vnni"],
+    "avx512bf16": [*_AVX512, "-mavx512vnni", "-mavx512bf16"],
+    "avx512vnni": [*_AVX512, "-mavx512vnni"],
     "avx512": _AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }

@@ -4,6 +4,8 @@
 // numbers and are added to the results, group after group: in the same order for any number of rows.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu_gemm.h"
 
 namespace inflight {
@@ -81,6 +83,7 @@ struct PanelScales {
 //   kStepBytes    what `read` turns into codes, four inputs of each feature
 //   kWhole        all groups have kGroup inputs; otherwise the last can be shorter
 //   kBiased       codes are integers plus 128, whose contribution a row's sums start with
+//   finish        turns a row's sums of what `read` returns into those of codes
 //   add           a vector of a row's sums, times the row's scale, to its results; `shift` is the sum of the row's inputs
 
 // Eight bits.  The features' scales are applied in the end.
@@ -96,6 +99,7 @@ struct Codes8 {
 #pragma GCC unroll 8
     for (int n = 0; n < kPanelVectors; ++n) codes[n] = load_bits(from + n * kLanes * 4);
   }
+  static INFLIGHT_INLINE void finish(IntVec*) {}
   INFLIGHT_INLINE Vec add(Vec result, IntVec sums, int, float scale, float) const {
     return __builtin_convertvector(sums, Vec) * scale + result;
   }
@@ -116,12 +120,20 @@ struct Codes4 {
       mins[n] = load_unsigned(header + kPanel + n * kLanes) * load(panel.mins + n * kLanes);
     }
   }
+  // As they lie there: `low + 16 * high`, and `16 * high`, which takes one operation less than `low` and `high` do twice.
   static INFLIGHT_INLINE void read(const char* from, IntVec* codes) {
 #pragma GCC unroll 8
     for (int n = 0; n < kPanelVectors / 2; ++n) {
-      const IntVec pairs = load_bits(from + n * kLanes * 4);
-      codes[n] = pairs & 0x0f0f0f0f;
-      codes[kPanelVectors / 2 + n] = (pairs >> 4) & 0x0f0f0f0f;
+      codes[n] = load_bits(from + n * kLanes * 4);
+      codes[kPanelVectors / 2 + n] = codes[n] & int32_t(0xf0f0f0f0);
+    }
+  }
+  static INFLIGHT_INLINE void finish(IntVec* sums) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors / 2; ++n) {
+      IntVec& high = sums[kPanelVectors / 2 + n];
+      sums[n] -= high;
+      high >>= 4;
     }
   }
   INFLIGHT_INLINE Vec add(Vec result, IntVec sums, int n, float scale, float shift) const {
@@ -206,6 +218,7 @@ void multiply_codes(const Linear& linear, const Matrix& x, int64_t row, const ch
     }
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
+      Codes::finish(sums[m]);
 #pragma GCC unroll 8
       for (int n = 0; n < kPanelVectors; ++n) {
         results[m][n] = format.add(results[m][n], sums[m][n], n, groups[m].scale, groups[m].shift);
@@ -231,10 +244,10 @@ INFLIGHT_INLINE void multiply_codes_of(int rows, const Linear& linear, const Mat
 
 // The features of a panel's columns; zeros in its padding.
 inline void take_panel(const Linear& linear, const float* of_features, int64_t panel, float* to) {
-  const int64_t width = linear.panel_results();
-  for (int64_t column = 0; column < kPanel; ++column) {
-    const int64_t result = panel * width + column % width;
-    to[column] = result < linear.num_results() ? of_features[column / width * linear.num_results() + result] : 0.0f;
+  const int64_t width = linear.panel_results(), results = linear.num_results(), first = panel * width;
+  const int64_t count = std::min(width, results - first);
+  for (int64_t column = 0; column < kPanel; column += width, of_features += results) {
+    std::fill(std::copy_n(of_features + first, count, to + column), to + column + width, 0.0f);
   }
 }
 

@@ -138,12 +138,11 @@ inline void finish_block(const Linear& linear, const Block& block, const Result&
 }
 
 // The prefetches of a block, one in each of its `steps`.  The first blocks of a panel read the next one.  A single block of
-// few rows takes less time than its panel needs to arrive: the processor finds such a stream itself, and a second one
-// slows it by a fifth.
+// few rows takes less time than its panel needs to arrive: its prefetches keep close ahead of it.
 INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps, int rows, int64_t block, int64_t blocks) {
-  constexpr int64_t kAhead = 512, kFastRows = 4;
+  constexpr int64_t kFastRows = 4;
   const int64_t step = bytes / steps;
-  if (blocks == 1) return {data + (rows * kPanel * 4 <= kFastRows * step ? kAhead : bytes), step};
+  if (blocks == 1) return {data + (rows * kPanel * 4 <= kFastRows * step ? prefetch_distance() : bytes), step};
   if (block < 2) return {data + bytes + block * bytes / 2, bytes / 2 / steps};
   return {data, 0};
 }

@@ -236,4 +236,7 @@ struct OpsKernels {
 // The table of the instruction set in use.
 const OpsKernels& ops_kernels();
 
+// How many bytes ahead a product of few rows prefetches; the best number depends on the processor.
+int64_t prefetch_distance();
+
 }  // namespace inflight

@@ -18,6 +18,9 @@ struct CodeBlock<4> {
   static INFLIGHT_INLINE void read(const char* from, int step, IntVec* codes) {
     Codes4::read(from + step * kStepBytes, codes);
   }
+  // What the sum number n starts with, so that `finish` makes `sum` of it.
+  static INFLIGHT_INLINE int32_t start(int32_t sum, int n) { return n < kPanelVectors / 2 ? 17 * sum : 16 * sum; }
+  static INFLIGHT_INLINE void finish(IntVec* sums) { Codes4::finish(sums); }
 };
 
 template <>
@@ -27,6 +30,8 @@ struct CodeBlock<8> {
   static INFLIGHT_INLINE void read(const char* from, int step, IntVec* codes) {
     Codes8<kFineGroup>::read(from + step * kStepBytes, codes);
   }
+  static INFLIGHT_INLINE int32_t start(int32_t sum, int) { return sum; }
+  static INFLIGHT_INLINE void finish(IntVec*) {}
 };
 
 // The lower four bits as Codes4.  Behind them the upper two of all steps, those of the first one lowest.
@@ -35,7 +40,12 @@ struct CodeBlock<6> {
   static constexpr int kStepBytes = kPanel * 2;
   static constexpr int kBytes = 4 * kStepBytes + kPanel * 4;
   static INFLIGHT_INLINE void read(const char* from, int step, IntVec* codes) {
-    Codes4::read(from + step * kStepBytes, codes);
+#pragma GCC unroll 8
+    for (int n = 0; n < kPanelVectors / 2; ++n) {
+      const IntVec pairs = load_bits(from + step * kStepBytes + n * kLanes * 4);
+      codes[n] = pairs & 0x0f0f0f0f;
+      codes[kPanelVectors / 2 + n] = (pairs >> 4) & 0x0f0f0f0f;
+    }
 #pragma GCC unroll 8
     for (int n = 0; n < kPanelVectors; ++n) {
       const UintVec upper = (UintVec)load_bits(from + 4 * kStepBytes + n * kLanes * 4);
@@ -43,6 +53,8 @@ struct CodeBlock<6> {
       codes[n] |= (IntVec)(shifted & 0x30303030u);
     }
   }
+  static INFLIGHT_INLINE int32_t start(int32_t sum, int) { return sum; }
+  static INFLIGHT_INLINE void finish(IntVec*) {}
 };
 
 INFLIGHT_INLINE Vec load_bfloats(const char* from) {
@@ -166,11 +178,12 @@ void multiply_stored(const Linear& linear, const Matrix& x, int64_t row, const c
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
 #pragma GCC unroll 8
-      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits((groups[m].start >> 7) * zero);
+      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = splat_bits(CodeBlock<kBits>::start((groups[m].start >> 7) * zero, n));
     }
     for (int64_t i = 0; i < blocks; ++i) add_block<kBits, kRows>(at, sums);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; ++m) {
+      CodeBlock<kBits>::finish(sums[m]);
 #pragma GCC unroll 8
       for (int n = 0; n < kPanelVectors; ++n) {
         const Vec scaled = __builtin_convertvector(sums[m][n], Vec) * groups[m].scale;

@@ -147,7 +147,7 @@ def unavailable() -> str | None:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx512bf16", "avx512", "avx2" or "portable"."""
+    """The instruction set in use: "avx512bf16", "avx512vnni", "avx512", "avx2" or "portable"."""
     return library().inflight_instruction_set().decode()
 
 
