@@ -107,6 +107,12 @@ class FaultyStore(MemoryStore):
             raise OSError(5, "the medium fails")
         return len(keys) if fault == "find all" else 0 if fault == "find none" else found
 
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        found, fault = super().first_of(keys), next(self._faults, "")
+        if fault == "raise":
+            raise OSError(5, "the medium fails")
+        return len(keys) if fault == "find none" else 0 if fault == "find all" else found
+
     def load(self, key: bytes, frames: Frames) -> bool:
         fault = next(self._faults, "")
         if fault == "mix up" and self.extents:
@@ -197,14 +203,15 @@ class TieredRig:
         assert sorted(self.core.pool.reserved) == sorted(self.tiers.reserved)
 
     def payloads(self, token_ids: Sequence[int], tenant: str = "") -> dict[bytes, bytes]:
-        """Key -> payload of all extents that a request with these tokens has."""
+        """Key -> payload of all extents that a request has whose tokens begin with these, or are a part of them."""
         request = Request(0, token_ids, SamplingParams(max_tokens=1), tenant=tenant, cache_salts=("",))
-        size = self.tiers.extent_blocks
-        count = len(token_ids) // self.config.block_size // size
-        hashes = self.core.pool.hashes(request, count * size)[size - 1 : count * size : size]  # type: ignore[attr-defined]
-        tokens = array("i", token_ids).tobytes()
-        length = size * self.config.block_size * _INT
-        return {self.tiers.seal.key_of(each): tokens[n * length :][:length] for n, each in enumerate(hashes)}
+        length = self.config.block_size * _INT
+        hashes = self.core.pool.hashes(request, len(token_ids) // self.config.block_size)  # type: ignore[attr-defined]
+        tokens, size = array("i", token_ids).tobytes(), self.tiers.extent_blocks
+        return {
+            self.tiers.seal.key_of(each): tokens[n // size * size * length : (n + 1) * length]
+            for n, each in enumerate(hashes)
+        }
 
     def run(self, num_tasks: int = 99, limit: int = 5000) -> None:
         """Step until nothing is left."""

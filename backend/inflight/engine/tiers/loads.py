@@ -34,17 +34,18 @@ class Loads:
         """Whether the pool ever lends as many blocks as an extent has."""
         return self.pool.most_reserved >= self.tiers.extent_blocks
 
-    def start(self, tier: Tier, chain: Sequence[bytes], first: int, keep: Sequence[int]) -> ExtentLoad | None:
+    def start(
+        self, tier: Tier, chain: Sequence[bytes], first: int, count: int, keep: Sequence[int]
+    ) -> ExtentLoad | None:
         """Load an extent, or join the load that is in flight for it; call `leave` with the result in the end.
 
         Args:
-            chain: hashes of the sequence's blocks; the extent's begin at index `first`.
+            chain: hashes of the sequence's blocks; the extent's are `count`, from index `first` on.
             keep: cached blocks of the sequence, which are not evicted for it.
 
         Returns:
             None if too many are in flight.
         """
-        count = self.tiers.extent_blocks
         load = self.tiers.loads.get(chain[first + count - 1])
         if load is None:
             blocks = None

@@ -130,9 +130,19 @@ class Tier:
                 errors_total=dict(self.errors),
             )
 
-    def find(self, keys: Sequence[bytes]) -> Future[int]:
-        """How many of the leading `keys` it seems to have."""
-        return self._finds.submit(self._find, list(keys))
+    def find(
+        self, keys: Sequence[bytes], behind: Callable[[int], Sequence[bytes]] = lambda found: ()
+    ) -> Future[tuple[int, int | None]]:
+        """What it seems to have.
+
+        Args:
+            behind: a number of keys -> others, of which one is wanted in the place of the next key; called in the
+                tier's thread.
+
+        Returns:
+            How many of the leading `keys`, and the index of the first key that it has of those behind them.
+        """
+        return self._finds.submit(self._find, list(keys), behind)
 
     def load(self, key: bytes, frames: Frames) -> Future[bool]:
         """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
@@ -181,13 +191,15 @@ class Tier:
             if len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
 
-    def _find(self, keys: list[bytes]) -> int:
+    def _find(self, keys: list[bytes], behind: Callable[[int], Sequence[bytes]]) -> tuple[int, int | None]:
         start = self._begin()
         try:
-            found = min(len(keys), max(0, self._store.find(keys)))
+            found = min(len(keys), max(0, self._store.find(keys))) if keys else 0
+            others = behind(found)
+            other = self._store.first_of(others) if others else 0
         except Exception as error:
             self._failed(error, self._reads)
-            return 0
+            return 0, None
         finally:
             took = self._end(start)
         self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
@@ -196,7 +208,10 @@ class Tier:
         for key in keys[found:]:  # behind what it lacks nothing is known, and to store it again does no harm
             if self._kept.get(key):
                 self._remember(key, False)
-        return found
+        if not 0 <= other < len(others):
+            return found, None
+        self._remember(others[other], True)
+        return found, other
 
     def _load(self, key: bytes, frames: Frames) -> bool:
         start, seal = self._begin(), bytearray(SEAL_BYTES)

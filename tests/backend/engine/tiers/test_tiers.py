@@ -74,12 +74,57 @@ def test_a_conversation_that_returns_to_a_new_engine_is_not_computed():
     assert rig.tiers.num_queries == rig.tiers.num_hits == 48
 
 
-@pytest.mark.parametrize("extent_blocks", [2, 3, 5])
-def test_extents_are_aligned_and_whole(extent_blocks):
-    store = stored(extent_blocks=extent_blocks)
-    rig = rig_of(store, extent_blocks=extent_blocks)
+@pytest.mark.parametrize("extent_blocks", [2, 3, 5, 16])
+@pytest.mark.parametrize("length", [30, 33, 41])
+def test_the_last_extent_of_a_sequence_is_a_part(extent_blocks, length):
+    """The next turn takes all that was computed, wherever the earlier one ended."""
+    prompt = PROMPT[:length]
+    store = stored(prompt, extent_blocks=extent_blocks)
+    num_blocks = (length + 7) // 4
+    assert len(store.extents) == -(-num_blocks // extent_blocks)
+    for turn in ([*prompt, *answer(prompt, 8), 3], [*prompt, *answer(prompt, 8), *[1] * 14]):
+        rig = rig_of(store, extent_blocks=extent_blocks)
+        serve(rig, 0, turn)
+        assert num_computed(rig) == len(turn) - num_blocks * 4
+        assert not rig.tiers.tiers[0].errors
+
+
+def test_the_longest_part_of_an_extent_is_taken():
+    """Of turns that ended in the same extent; another conversation goes on from the first of them."""
+    store = stored(PROMPT[:20], extent_blocks=16)
+    serve(rig_of(store, extent_blocks=16), 0, PROMPT[:33])
+    assert len(store.extents) == 2
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, [*PROMPT[:33], *answer(PROMPT[:33], 8), *[6] * 9])
+    assert num_computed(rig) == 33 + 8 + 9 - 40
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, [*PROMPT[:20], *answer(PROMPT[:20], 8), *[6] * 30])
+    assert num_computed(rig) == 20 + 8 + 30 - 24
+    rig = rig_of(store, extent_blocks=16)
     serve(rig, 0, PROMPT)
-    assert num_computed(rig) == 41 - 40 // 4 // extent_blocks * extent_blocks * 4
+    assert num_computed(rig) == 41  # neither ended within it
+
+
+def test_a_part_in_one_tier_gives_way_to_the_whole_extent_in_another():
+    first, second = stored(PROMPT[:20], extent_blocks=4), stored(PROMPT, extent_blocks=4)
+    turn = [*PROMPT[:20], *answer(PROMPT[:20], 8), 3]
+    assert len(first.extents) == 2
+    rig = rig_of(first, second, extent_blocks=4)
+    serve(rig, 0, turn)
+    assert num_computed(rig) == 29 - 24
+    rig = rig_of(first, second, extent_blocks=4)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 41 - 32
+
+
+def test_of_a_running_request_only_whole_extents_are_kept():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=4)
+    add(rig.core, 0, PROMPT, max_tokens=30, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 20:
+        rig.step(99)
+    sizes = {len(extent) for extent in store.extents.values()}
+    assert len(store.extents) == 60 // 16 and len(sizes) == 1
 
 
 def test_what_a_running_request_has_computed_is_kept_before_it_ends():
