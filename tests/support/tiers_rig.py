@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -150,6 +151,7 @@ class TieredRig:
         extent_blocks: blocks of an extent.
         stores: one for each tier.
         secret: see `Seal`.
+        cpu_seconds: that an extent takes a tier's thread.
     """
 
     def __init__(
@@ -159,6 +161,7 @@ class TieredRig:
         stores: Sequence[KVStore],
         secret: bytes = b"",
         second: bool = False,
+        cpu_seconds: float = 0.0,
         listeners: Iterable[EngineListener] = (),
         **options: Any,
     ) -> None:
@@ -167,8 +170,12 @@ class TieredRig:
         self.config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
         self.runner = ByteRunner(info, self.config.block_size, self.config.max_num_seqs, self.clock)
         seal = Seal(NAMESPACE, secret)
-        made = [Tier(f"tier{n}", one, seal, second, self.clock, self.hand.made) for n, one in enumerate(stores)]
+        cpu_clock = itertools.count(0, cpu_seconds).__next__
+        made = [
+            Tier(f"tier{n}", one, seal, second, self.clock, cpu_clock, self.hand.made) for n, one in enumerate(stores)
+        ]
         for tier in made:
+            tier.extent_cpu_seconds = cpu_seconds
             tier._find_seconds = 1.0  # the engine does not wait for its answers
         info.tiers = self.tiers = Tiers(made, self.runner, seal)
         self.tiers.extent_blocks = extent_blocks

@@ -90,8 +90,7 @@ class TierAdmission(EngineListener):
         return True
 
     def step_begins(self, running: Sequence[Request]) -> None:
-        if self._tiers.loads:
-            self._loads.poll()
+        self._loads.step_begins(is_alone=not running)
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
@@ -163,7 +162,7 @@ class TierAdmission(EngineListener):
             elif load.is_adopted is False or (load.is_adopted and start == first):  # it failed, or was evicted again
                 visit.stop = start
                 break
-        if visit.stop <= len(prefix) or not self._tiers.loads:
+        if visit.stop <= len(prefix) or not self._loads.are_coming:
             return False
         missing = range(first, visit.stop, size)
         num_waiting = sum(start not in visit.loads for start in missing)

@@ -25,12 +25,13 @@ __all__ = ["Tier", "Workers"]
 _log = logging.getLogger(__name__)
 
 _LOADERS = 2  # threads that read
-_MOST_WRITES = 64  # that wait; more are dropped
+_MOST_WRITES = 4096  # that wait; more are dropped.  None has bytes yet, and one whose blocks others get is left out
 _MOST_ERRORS = 3  # in a row, until the store is left alone
 _OFF_SECONDS = 30.0
 _STALLED_SECONDS = 1.0  # a read that takes longer: no other one is begun
 _PATIENCE = 4.0  # a read that is late by a second is expected to be late by so many
 _AT_ONCE_SECONDS = 1e-3
+_UNMEASURED_CPU_SECONDS = 5e-4  # to read and verify an extent from the page cache
 _SMOOTHING = 0.25
 _REMEMBERED = 2**17  # keys; about 20 MB
 
@@ -57,11 +58,13 @@ class Tier:
         name: in the log and in metrics.
         writes_second: keep an extent only when it is computed for the second time.
         clock: seconds.
+        cpu_clock: seconds of a core that the calling thread has had.
         workers: makes so many threads of this name; so many tasks may wait, 0: any number.
 
     Attributes:
         errors: why a store failed -> how often.
         load_seconds, num_loaded: of the extents that were read and verified.
+        extent_cpu_seconds: that the last of them took, smoothed.
         num_stored, num_dropped: extents that it took, or that waited too long to be written.
     """
 
@@ -72,16 +75,18 @@ class Tier:
         seal: Seal,
         writes_second: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         workers: Callable[[int, str, int], Workers] | None = None,
     ) -> None:
         workers = workers or _Threads
         self.name = name
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
+        self.extent_cpu_seconds = _UNMEASURED_CPU_SECONDS
         self._store = store
         self._seal = seal
         self._writes_second = writes_second
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._lock = threading.Lock()  # of what the threads count
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
@@ -214,7 +219,7 @@ class Tier:
         return found, other
 
     def _load(self, key: bytes, frames: Frames) -> bool:
-        start, seal = self._begin(), bytearray(SEAL_BYTES)
+        start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
@@ -236,6 +241,7 @@ class Tier:
             self.load_seconds += took
             old = self._extent_seconds
             self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
+            self.extent_cpu_seconds += _SMOOTHING * (self._cpu_clock() - cpu - self.extent_cpu_seconds)
         return True
 
     def _write(self, key: bytes, copied: Callable[[], Frames | None]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from weakref import ref
 
 from inflight.engine.deltas import TierTotals
 from inflight.engine.tiers.base import Frames, KVBlocks
@@ -102,16 +103,20 @@ class Tiers:
         """
         key, blocks = self.seal.key_of(block_hash), list(blocks)
         expected, pool = [generations[block] for block in blocks], self.num_pools
+        lock, last = threading.Lock(), list[ref[memoryview]]()
 
-        lock, copies = threading.Lock(), list[Frames | None]()
+        def is_same() -> bool:
+            return pool == self.num_pools and [generations[block] for block in blocks] == expected
 
         def copied() -> Frames | None:
-            with lock:  # the threads of several tiers share one copy
-                if not copies:
-                    copy = self.blocks.copy(blocks)
-                    is_same = pool == self.num_pools and [generations[block] for block in blocks] == expected
-                    copies.append([copy] if is_same else None)
-            return copies[0]
+            with lock:  # a tier takes the copy that another one still writes or keeps
+                copy = last.pop()() if last else None
+                if copy is None:
+                    copy = self.blocks.copy(blocks) if is_same() else None
+                    if copy is None or not is_same():
+                        return None
+                last.append(ref(copy))
+            return [copy]
 
         for tier in into:
             tier.store(key, copied)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,8 @@ from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers import writer
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.frontend.request.pooled_request import void_params
 
@@ -34,9 +37,15 @@ def half_a_millisecond_a_token(monkeypatch):
 
 
 def rig_of(
-    *stores: Any, extent_blocks: int = 1, num_blocks: int = 256, secret: bytes = b"", **options: Any
+    *stores: Any,
+    extent_blocks: int = 1,
+    num_blocks: int = 256,
+    secret: bytes = b"",
+    cpu_seconds: float = 0.0,
+    **options: Any,
 ) -> TieredRig:
-    return TieredRig(Info(num_blocks=num_blocks), extent_blocks, stores, secret, **{**OPTIONS, **options})
+    info = Info(num_blocks=num_blocks)
+    return TieredRig(info, extent_blocks, stores, secret, cpu_seconds=cpu_seconds, **{**OPTIONS, **options})
 
 
 def serve(rig: TieredRig, request_id: int, prompt: list[int], fields: Any = None, **params: Any) -> list[int]:
@@ -301,6 +310,65 @@ def test_a_request_whose_grammar_took_long_does_not_fail_because_it_waits_for_a_
         rig.step()
         rig.step()
     assert rig.outputs[0, 0]
+
+
+def test_beside_running_requests_loads_take_a_tenth_of_a_core():
+    """Nine extents, each 0.3 ms of a core; a step takes a millisecond."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
+    loaded = []
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):  # 72 ms to compute; 27 at this pace
+        while (0, 0) not in rig.outputs:
+            rig.step(99)
+            loaded.append(rig.tiers.tiers[0].num_loaded)
+    assert rig.tiers.num_hits == 36
+    per_step = [after - before for before, after in itertools.pairwise(loaded)]
+    assert max(per_step) == 1 and max(sum(per_step[n : n + 10]) for n in range(len(per_step))) == 4
+    assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
+
+
+def test_where_nothing_runs_loads_take_all_there_is():
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):  # asked, begun, adopted
+        rig.step(99)
+    assert rig.tiers.num_hits == 40
+
+
+def test_loads_that_would_take_a_core_too_long_beside_others_are_not_waited_for():
+    """Ten extents at 0.3 ms: 30 ms at the pace, and computing them takes 20."""
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):
+        rig.step(99)
+    assert rig.outputs[0, 0]
+
+
+def test_writes_that_wait_are_not_dropped():
+    """A prompt of a large model has hundreds of extents, and all of them are computed at the same time."""
+    gate, store = threading.Event(), MemoryStore()
+    tier = Tier("disk", store, Seal(bytes(16)))
+    frames = [memoryview(b"kv")]
+    for number in range(600):
+        tier.store(number.to_bytes(16, "big"), lambda: gate.wait(30) and frames)
+    gate.set()
+    tier.close(30)
+    assert tier.num_stored == len(store.extents) == 600 and not tier.num_dropped
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tiers_share_a_copy_while_one_has_it(keeps):
+    """It is made again otherwise: bytes do not pile up before a store that is slow."""
+    rig, kept, made = rig_of(MemoryStore(), MemoryStore()), [], []
+    with mock.patch.object(rig.runner, "copy", side_effect=lambda blocks: made.append(blocks) or memoryview(b"kv" * 8)):
+        rig.tiers.store(rig.tiers.tiers, b"hash", [1, 2], [0] * 9)
+        for _, _, (_, copied) in rig.hand.tasks:
+            kept = [kept, copied()] if keeps else [copied() is None]
+    assert len(made) == (1 if keeps else 2)
 
 
 def test_a_slow_tier_is_not_waited_for():
