@@ -11,7 +11,8 @@ folder.  The sides of a part alternate.
     misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
                 first token of the last; and of one alone
-    others      the gaps between tokens of 8 streams: alone, while a stored prompt is loaded, and while it is computed
+    others      the gaps between tokens of 8 streams: alone; until a request with a stored prompt has its first token,
+                whose prompt is loaded, or in the pool already, or computed; and only while it is loaded
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ PARTS = {
     "returns": ("computed", "warm", "cold"),
     "misses": ("without", "with"),
     "many": ("one", "fifty", "fifty cached"),
-    "others": ("alone", "loaded", "computed beside"),
+    "others": ("alone", "loaded", "cached", "computed beside"),
 }
 TAIL = 8  # tokens of the new question
 OUTPUT = 8
@@ -143,7 +144,10 @@ def many(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
-    core = engine(arguments, tiers=side != "computed beside")
+    core = engine(arguments, tiers=side in ("alone", "loaded"))
+    if side == "cached":
+        common.add(core, 1000, question(arguments, 1000), max_tokens=1)
+        run(core)
     for number in range(STREAMS):
         common.add(core, number, tokens(40, 9000 + number), max_tokens=STREAM_TOKENS)
     came = run(core, until=0)
@@ -156,14 +160,25 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     for request_id, arrivals in run(core).items():
         came.setdefault(request_id, []).extend(arrivals)
     first = came[100][0][0] if side != "alone" else begun + 1.0
-    gaps = sorted(
-        later - earlier
+    gaps = [
+        (earlier, later)
         for request_id in range(STREAMS)
         for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
         if later >= begun and earlier <= first
-    )
-    p50, p99 = (common.percentile(gaps, percent) for percent in (50, 99))
-    return {"p50": p50, "p99": p99, "gaps": len(gaps), "hits": hits(core)}
+    ]
+    waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
+    return {
+        **percentiles("", gaps),
+        **(percentiles("waiting_", waiting) if side == "loaded" else {}),
+        "gaps": len(gaps),
+        "seconds": first - begun,
+        "hits": hits(core),
+    }
+
+
+def percentiles(name: str, gaps: list[tuple[float, float]]) -> common.Run:
+    seconds = sorted(later - earlier for earlier, later in gaps)
+    return {f"{name}p{percent}": common.percentile(seconds, percent) for percent in (50, 99)}
 
 
 def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
@@ -214,7 +229,12 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
             },
             "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
         }
-    return {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+    ratios = {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+    ratios["while it is loaded"] = {
+        p: statistics.median(loaded[f"waiting_{p}"] / alone[p] for loaded, alone in zip(runs["loaded"], runs["alone"]))
+        for p in ("p50", "p99")
+    }
+    return ratios
 
 
 def figures(run: common.Run) -> str:

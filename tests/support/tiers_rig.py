@@ -17,12 +17,14 @@ from inflight.engine import assembly
 from inflight.engine.core import EngineCore
 from inflight.engine.events import EngineListener
 from inflight.engine.integrity import check_core
-from inflight.engine.request import Request
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import Tiers
 
 NAMESPACE = bytes(range(16))
@@ -207,7 +209,12 @@ class TieredRig:
 
     def check(self) -> None:
         check_core(self.core)
-        assert sorted(self.core.pool.reserved) == sorted(self.tiers.reserved)
+        pool: TieredPool = self.core.pool  # type: ignore[assignment]
+        assert sorted(pool.reserved) == sorted(self.tiers.reserved)
+        for request in pool._followed:
+            assert request.status is Status.WAITING
+            assert pool.find_prefix(request) == KVPool.find_prefix(pool, request)
+        assert self.core.has_work or not pool._followed
 
     def payloads(self, token_ids: Sequence[int], tenant: str = "") -> dict[bytes, bytes]:
         """Key -> payload of all extents that a request has whose tokens begin with these, or are a part of them."""

@@ -48,6 +48,8 @@ class _Visit:
         asked: the one that is asked, and its answer.
         places: first block of an extent -> the tier that seems to have it.
         loads: first block of an extent -> its load.
+        begun: extents before this block are cached, or have loads.
+        num_lost: loads that had yielded nothing when all of its own were looked at.
     """
 
     num_blocks: int
@@ -57,6 +59,8 @@ class _Visit:
     asked: tuple[Tier, Future[tuple[int, int | None]]] | None = None
     places: dict[int, Tier] = field(default_factory=dict)
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
+    begun: int = 0
+    num_lost: int = 0
     is_over: bool = False
 
 
@@ -75,19 +79,20 @@ class TierAdmission(EngineListener):
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        answer = self._inner.admits(request, prefix, running, pool)
-        if answer is not True:
-            return answer
         visit = self._visits.get(request)
-        if visit is None:
+        if visit is None or visit.is_over:
+            answer = self._inner.admits(request, prefix, running, pool)
+            if answer is not True or visit is not None:
+                return answer
             visit = self._visits[request] = self._visit(request, prefix)
-            self._num_waiting += not visit.is_over
-        if not visit.is_over:
-            if self._is_coming(visit, request, prefix):
-                return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
-            self._end(visit)
-            return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
-        return True
+            if visit.is_over:
+                return True
+            self._num_waiting += 1
+            self._loads.pool.follow(request)
+        if self._is_coming(visit, request, prefix):
+            return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
+        self._end(visit, request)
+        return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
 
     def step_begins(self, running: Sequence[Request]) -> None:
         self._loads.step_begins(is_alone=not running)
@@ -108,11 +113,12 @@ class TierAdmission(EngineListener):
     def _forget(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
         if visit is not None and not visit.is_over:
-            self._end(visit)
+            self._end(visit, request)
 
-    def _end(self, visit: _Visit) -> None:
+    def _end(self, visit: _Visit, request: Request) -> None:
         visit.is_over = True
         self._num_waiting -= 1
+        self._loads.pool.unfollow(request)
         for load in visit.loads.values():
             self._loads.leave(load)
 
@@ -147,7 +153,12 @@ class TierAdmission(EngineListener):
             return False
         if not self._has_looked(visit, request):
             return True
-        for start in range(first, visit.stop, size):
+        load = visit.loads.get(first)
+        if load is not None and load.is_adopted:  # it was evicted again, or was the last
+            visit.stop = first
+        if load is None or visit.num_lost != self._loads.num_lost:
+            visit.begun, visit.num_lost = first, self._loads.num_lost
+        for start in range(max(first, visit.begun), visit.stop, size):
             load = visit.loads.get(start)
             if load is None:
                 tier = visit.places.get(start)
@@ -159,13 +170,13 @@ class TierAdmission(EngineListener):
                 if load is None:
                     break
                 visit.loads[start] = load
-            elif load.is_adopted is False or (load.is_adopted and start == first):  # it failed, or was evicted again
+            elif load.is_adopted is False:
                 visit.stop = start
                 break
+            visit.begun = start + size
         if visit.stop <= len(prefix) or not self._loads.are_coming:
             return False
-        missing = range(first, visit.stop, size)
-        num_waiting = sum(start not in visit.loads for start in missing)
+        num_waiting = len(range(max(first, visit.begun), visit.stop, size))
         worth = _WORTH * self._compute_seconds(len(prefix), visit.stop)
         return self._loads.seconds(visit.places[first], num_waiting) < worth
 

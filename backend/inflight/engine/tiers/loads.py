@@ -27,12 +27,16 @@ class Loads:
     Args:
         tiers: their loads in flight, perhaps of an earlier core, are adopted into `pool`.
         pool: has the blocks of these loads reserved.
+
+    Attributes:
+        num_lost: loads so far that yielded nothing.
     """
 
     def __init__(self, tiers: Tiers, pool: TieredPool, clock: Callable[[], float] = time.monotonic) -> None:
         self.tiers = tiers
         self.pool = pool
         self.clock = clock
+        self.num_lost = 0
         self._began, self._left = clock(), math.inf  # of the step that is made, and the CPU seconds of its loads
 
     @property
@@ -106,6 +110,7 @@ class Loads:
         del self.tiers.loads[hashes[-1]]
         load.is_adopted = not load.done.cancelled() and load.done.result()
         if not load.is_adopted:
+            self.num_lost += 1
             self.pool.unreserve(load.blocks)
             return
         self.tiers.num_hits += self.pool.adopt(load.blocks, hashes) * self.pool.block_size
