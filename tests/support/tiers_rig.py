@@ -179,7 +179,7 @@ class TieredRig:
         for tier in made:
             tier.extent_cpu_seconds = cpu_seconds
             tier._find_seconds = 1.0  # the engine does not wait for its answers
-        info.tiers = self.tiers = Tiers(made, self.runner, seal)
+        info.tiers = self.tiers = Tiers(made, self.runner, seal, self.clock)
         self.tiers.extent_blocks = extent_blocks
         self.core = self.new_core(listeners)
         self.outputs: dict[tuple[int, int], list[int]] = {}

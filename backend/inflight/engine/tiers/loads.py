@@ -22,7 +22,8 @@ _SHARE = 0.1  # of the time beside running requests in which a tier's threads ma
 class Loads:
     """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
 
-    A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.
+    A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
+    counted with the CPU time that it had at most: other processes may have delayed it.
 
     Args:
         tiers: their loads in flight, perhaps of an earlier core, are adopted into `pool`.
@@ -37,7 +38,8 @@ class Loads:
         self.pool = pool
         self.clock = clock
         self.num_lost = 0
-        self._began, self._left = clock(), math.inf  # of the step that is made, and the CPU seconds of its loads
+        self._began = clock(), tiers.cpu_clock()  # the step that is made
+        self._left = math.inf  # CPU seconds that loads may still take in it
 
     @property
     def are_possible(self) -> bool:
@@ -85,9 +87,9 @@ class Loads:
         Args:
             is_alone: no request runs.
         """
-        now = self.clock()
-        earned = math.inf if is_alone else _SHARE * (now - self._began)
-        self._began, self._left = now, earned + (min(self._left, 0.0))
+        now = self.clock(), self.tiers.cpu_clock()
+        earned = math.inf if is_alone else _SHARE * min(now[0] - self._began[0], now[1] - self._began[1])
+        self._began, self._left = now, earned + min(self._left, 0.0)
         if self.tiers.loads:
             self._adopt_done()
 

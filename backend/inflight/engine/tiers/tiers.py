@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import ref
@@ -50,6 +50,7 @@ class Tiers:
         blocks: of the device's pool.
         seal: of the namespace.
         extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
+        cpu_clock: seconds of all cores that this process has had.
         loads: in flight, by the hash of the extent's last block.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
@@ -59,6 +60,7 @@ class Tiers:
     tiers: Sequence[Tier]
     blocks: KVBlocks
     seal: Seal
+    cpu_clock: Callable[[], float] = time.process_time
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
     num_queries: int = 0
     num_hits: int = 0
