@@ -8,7 +8,8 @@ folder.  The sides of a part alternate.
 
     returns     seconds to the first token of a stored prompt: computed without tiers; from files in the page cache
                 (warm); and with the files dropped from it (cold)
-    misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them
+    misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them; and which
+                share of the CPU time is the tier's, in its threads and in the engine's
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
                 first token of the last; and of one alone
     others      the gaps between tokens of 8 streams: alone; until a request with a stored prompt has its first token,
@@ -36,7 +37,7 @@ PARTS = {
 }
 TAIL = 8  # tokens of the new question
 OUTPUT = 8
-STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 160, 40
+STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 400, 40
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -116,7 +117,9 @@ def returns(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def misses(side: str, arguments: dict[str, Any]) -> common.Run:
+    spent = count_cpu_of_tiers()
     core = engine(arguments, tiers=side == "with")
+    spent.clear()
     requests = [
         {"id": number, "prompt": tokens(300, 5000 + number + os.getpid() * 100), "out": 32} for number in range(64)
     ]
@@ -125,7 +128,35 @@ def misses(side: str, arguments: dict[str, Any]) -> common.Run:
         common.add(core, request["id"], request["prompt"], max_tokens=request["out"])
     run(core)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return {"tokens_per_second": 64 * 32 / seconds, "cpu_seconds": cpu}
+    return {"tokens_per_second": 64 * 32 / seconds, "cpu_seconds": cpu, "tier_share": sum(spent) / cpu}
+
+
+def count_cpu_of_tiers() -> list[float]:
+    """Receives the CPU seconds of each thing that tiers do when they find nothing."""
+    from inflight.engine.policies.tier_admission import TierAdmission
+    from inflight.engine.tiers.tier import Tier
+    from inflight.engine.tiers.writer import TierWriter
+
+    spent: list[float] = []
+
+    def counted(work: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return work(*args, **options)
+            finally:
+                spent.append(time.thread_time() - start)
+
+        return count
+
+    for kind, names in (
+        (Tier, ("_find", "_write")),
+        (TierAdmission, ("admits", "step_begins", "step_done", "left", "ended")),
+        (TierWriter, ("admitted", "step_begins", "step_made", "step_done", "left")),
+    ):
+        for name in names:
+            setattr(kind, name, counted(getattr(kind, name)))
+    return spent
 
 
 def many(side: str, arguments: dict[str, Any]) -> common.Run:
@@ -219,7 +250,8 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         return {"medians": common.medians(runs, "seconds", "cpu_seconds"), "faster": faster, "equal": equal}
     if part == "misses":
         names = ("tokens_per_second", "cpu_seconds")
-        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names}
+        share = statistics.median(run["tier_share"] for run in runs["with"])
+        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names} | {"share": share}
     if part == "many":
         return {
             "fifty / one": common.median_ratio(runs["fifty"], runs["one"], "seconds"),

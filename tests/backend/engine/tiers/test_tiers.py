@@ -329,6 +329,38 @@ def test_beside_running_requests_loads_take_a_tenth_of_a_core():
     assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
 
 
+def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeypatch):
+    """Of fifty on one prefix, a step looks up no block that it has found, and asks no other policy."""
+    rig = rig_of(stored(), max_num_seqs=64)
+    asked, looked_up = [], []
+    policy = rig.core.scheduler.policies.admission
+    while not isinstance(policy, tier_admission.TierAdmission):
+        policy = policy._inner
+    admits = policy._inner.admits
+    monkeypatch.setattr(policy._inner, "admits", lambda *args: asked.append(1) or admits(*args))
+    for request_id in range(50):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], max_tokens=2, ignore_eos=True)
+    rig.step()
+    rig.step(50)  # all have asked, and wait for the first one's loads
+    while len(rig.core.pool._block_of) < 6:
+        rig.step(1)
+    blocks = rig.core.pool._block_of
+
+    class Counted(dict):
+        def get(self, key: bytes, default: Any = None) -> Any:
+            looked_up.append(key)
+            return super().get(key, default)
+
+    rig.core.pool._block_of = Counted(blocks)
+    asked.clear()
+    rig.core.step()
+    assert len(rig.core.scheduler.held) == 50 and not asked
+    assert len(looked_up) <= 50
+    rig.core.pool._block_of = blocks
+    rig.run()
+    assert len(rig.outputs) == 50
+
+
 def test_where_nothing_runs_loads_take_all_there_is():
     rig = rig_of(stored(), cpu_seconds=3e-4)
     add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
