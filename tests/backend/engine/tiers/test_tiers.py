@@ -86,7 +86,7 @@ def test_a_conversation_that_returns_to_a_new_engine_is_not_computed():
 @pytest.mark.parametrize("extent_blocks", [2, 3, 5, 16])
 @pytest.mark.parametrize("length", [30, 33, 41])
 def test_the_last_extent_of_a_sequence_is_a_part(extent_blocks, length):
-    """The next turn takes all that was computed, wherever the earlier one ended."""
+    """The next turn takes all full blocks of the earlier one."""
     prompt = PROMPT[:length]
     store = stored(prompt, extent_blocks=extent_blocks)
     num_blocks = (length + 7) // 4
