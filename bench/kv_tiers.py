@@ -8,10 +8,12 @@ folder.  The sides of a part alternate.
 
     returns     seconds to the first token of a stored prompt: computed without tiers; from files in the page cache
                 (warm); and with the files dropped from it (cold)
-    misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them
+    misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them; and which
+                share of the CPU time is the tier's, in its threads and in the engine's
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
                 first token of the last; and of one alone
-    others      the gaps between tokens of 8 streams: alone, while a stored prompt is loaded, and while it is computed
+    others      the gaps between tokens of 8 streams: alone; until a request with a stored prompt has its first token,
+                whose prompt is loaded, or in the pool already, or computed; and only while it is loaded
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ PARTS = {
     "returns": ("computed", "warm", "cold"),
     "misses": ("without", "with"),
     "many": ("one", "fifty", "fifty cached"),
-    "others": ("alone", "loaded", "computed beside"),
+    "others": ("alone", "loaded", "cached", "computed beside"),
 }
 TAIL = 8  # tokens of the new question
 OUTPUT = 8
-STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 160, 40
+STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 400, 40
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -115,7 +117,9 @@ def returns(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def misses(side: str, arguments: dict[str, Any]) -> common.Run:
+    spent = count_cpu_of_tiers()
     core = engine(arguments, tiers=side == "with")
+    spent.clear()
     requests = [
         {"id": number, "prompt": tokens(300, 5000 + number + os.getpid() * 100), "out": 32} for number in range(64)
     ]
@@ -124,7 +128,35 @@ def misses(side: str, arguments: dict[str, Any]) -> common.Run:
         common.add(core, request["id"], request["prompt"], max_tokens=request["out"])
     run(core)
     seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
-    return {"tokens_per_second": 64 * 32 / seconds, "cpu_seconds": cpu}
+    return {"tokens_per_second": 64 * 32 / seconds, "cpu_seconds": cpu, "tier_share": sum(spent) / cpu}
+
+
+def count_cpu_of_tiers() -> list[float]:
+    """Receives the CPU seconds of each thing that tiers do when they find nothing."""
+    from inflight.engine.policies.tier_admission import TierAdmission
+    from inflight.engine.tiers.tier import Tier
+    from inflight.engine.tiers.writer import TierWriter
+
+    spent: list[float] = []
+
+    def counted(work: Any) -> Any:
+        def count(*args: Any, **options: Any) -> Any:
+            start = time.thread_time()
+            try:
+                return work(*args, **options)
+            finally:
+                spent.append(time.thread_time() - start)
+
+        return count
+
+    for kind, names in (
+        (Tier, ("_find", "_write")),
+        (TierAdmission, ("admits", "step_begins", "step_done", "left", "ended")),
+        (TierWriter, ("admitted", "step_begins", "step_made", "step_done", "left")),
+    ):
+        for name in names:
+            setattr(kind, name, counted(getattr(kind, name)))
+    return spent
 
 
 def many(side: str, arguments: dict[str, Any]) -> common.Run:
@@ -143,7 +175,10 @@ def many(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
-    core = engine(arguments, tiers=side != "computed beside")
+    core = engine(arguments, tiers=side in ("alone", "loaded"))
+    if side == "cached":
+        common.add(core, 1000, question(arguments, 1000), max_tokens=1)
+        run(core)
     for number in range(STREAMS):
         common.add(core, number, tokens(40, 9000 + number), max_tokens=STREAM_TOKENS)
     came = run(core, until=0)
@@ -156,14 +191,25 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     for request_id, arrivals in run(core).items():
         came.setdefault(request_id, []).extend(arrivals)
     first = came[100][0][0] if side != "alone" else begun + 1.0
-    gaps = sorted(
-        later - earlier
+    gaps = [
+        (earlier, later)
         for request_id in range(STREAMS)
         for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
         if later >= begun and earlier <= first
-    )
-    p50, p99 = (common.percentile(gaps, percent) for percent in (50, 99))
-    return {"p50": p50, "p99": p99, "gaps": len(gaps), "hits": hits(core)}
+    ]
+    waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
+    return {
+        **percentiles("", gaps),
+        **(percentiles("waiting_", waiting) if side == "loaded" else {}),
+        "gaps": len(gaps),
+        "seconds": first - begun,
+        "hits": hits(core),
+    }
+
+
+def percentiles(name: str, gaps: list[tuple[float, float]]) -> common.Run:
+    seconds = sorted(later - earlier for earlier, later in gaps)
+    return {f"{name}p{percent}": common.percentile(seconds, percent) for percent in (50, 99)}
 
 
 def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
@@ -204,7 +250,8 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         return {"medians": common.medians(runs, "seconds", "cpu_seconds"), "faster": faster, "equal": equal}
     if part == "misses":
         names = ("tokens_per_second", "cpu_seconds")
-        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names}
+        share = statistics.median(run["tier_share"] for run in runs["with"])
+        return {name: common.median_ratio(runs["with"], runs["without"], name) for name in names} | {"share": share}
     if part == "many":
         return {
             "fifty / one": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
@@ -214,7 +261,12 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
             },
             "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
         }
-    return {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+    ratios = {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+    ratios["while it is loaded"] = {
+        p: statistics.median(loaded[f"waiting_{p}"] / alone[p] for loaded, alone in zip(runs["loaded"], runs["alone"]))
+        for p in ("p50", "p99")
+    }
+    return ratios
 
 
 def figures(run: common.Run) -> str:

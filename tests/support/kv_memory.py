@@ -28,6 +28,10 @@ class MemoryStore:
         self.asked += keys
         return next((index for index, key in enumerate(keys) if key not in self.extents), len(keys))
 
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        self.asked += keys
+        return next((index for index, key in enumerate(keys) if key in self.extents), len(keys))
+
     def load(self, key: bytes, frames: Frames) -> bool:
         self.asked.append(key)
         stored = self.extents.get(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,12 +17,14 @@ from inflight.engine import assembly
 from inflight.engine.core import EngineCore
 from inflight.engine.events import EngineListener
 from inflight.engine.integrity import check_core
-from inflight.engine.request import Request
+from inflight.engine.kv_pool import KVPool
+from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.base import Frames, KVStore
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import Tiers
 
 NAMESPACE = bytes(range(16))
@@ -107,6 +110,12 @@ class FaultyStore(MemoryStore):
             raise OSError(5, "the medium fails")
         return len(keys) if fault == "find all" else 0 if fault == "find none" else found
 
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        found, fault = super().first_of(keys), next(self._faults, "")
+        if fault == "raise":
+            raise OSError(5, "the medium fails")
+        return len(keys) if fault == "find none" else 0 if fault == "find all" else found
+
     def load(self, key: bytes, frames: Frames) -> bool:
         fault = next(self._faults, "")
         if fault == "mix up" and self.extents:
@@ -144,6 +153,7 @@ class TieredRig:
         extent_blocks: blocks of an extent.
         stores: one for each tier.
         secret: see `Seal`.
+        cpu_seconds: that an extent takes a tier's thread.
     """
 
     def __init__(
@@ -153,6 +163,7 @@ class TieredRig:
         stores: Sequence[KVStore],
         secret: bytes = b"",
         second: bool = False,
+        cpu_seconds: float = 0.0,
         listeners: Iterable[EngineListener] = (),
         **options: Any,
     ) -> None:
@@ -161,10 +172,14 @@ class TieredRig:
         self.config = EngineConfig.from_dict({"model": "hash", "admission": "free_blocks", **options})
         self.runner = ByteRunner(info, self.config.block_size, self.config.max_num_seqs, self.clock)
         seal = Seal(NAMESPACE, secret)
-        made = [Tier(f"tier{n}", one, seal, second, self.clock, self.hand.made) for n, one in enumerate(stores)]
+        cpu_clock = itertools.count(0, cpu_seconds).__next__
+        made = [
+            Tier(f"tier{n}", one, seal, second, self.clock, cpu_clock, self.hand.made) for n, one in enumerate(stores)
+        ]
         for tier in made:
+            tier.extent_cpu_seconds = cpu_seconds
             tier._find_seconds = 1.0  # the engine does not wait for its answers
-        info.tiers = self.tiers = Tiers(made, self.runner, seal)
+        info.tiers = self.tiers = Tiers(made, self.runner, seal, self.clock)
         self.tiers.extent_blocks = extent_blocks
         self.core = self.new_core(listeners)
         self.outputs: dict[tuple[int, int], list[int]] = {}
@@ -194,17 +209,23 @@ class TieredRig:
 
     def check(self) -> None:
         check_core(self.core)
-        assert sorted(self.core.pool.reserved) == sorted(self.tiers.reserved)
+        pool: TieredPool = self.core.pool  # type: ignore[assignment]
+        assert sorted(pool.reserved) == sorted(self.tiers.reserved)
+        for request in pool._followed:
+            assert request.status is Status.WAITING
+            assert pool.find_prefix(request) == KVPool.find_prefix(pool, request)
+        assert self.core.has_work or not pool._followed
 
     def payloads(self, token_ids: Sequence[int], tenant: str = "") -> dict[bytes, bytes]:
-        """Key -> payload of all extents that a request with these tokens has."""
+        """Key -> payload of all extents that a request has whose tokens begin with these, or are a part of them."""
         request = Request(0, token_ids, SamplingParams(max_tokens=1), tenant=tenant, cache_salts=("",))
-        size = self.tiers.extent_blocks
-        count = len(token_ids) // self.config.block_size // size
-        hashes = self.core.pool.hashes(request, count * size)[size - 1 : count * size : size]  # type: ignore[attr-defined]
-        tokens = array("i", token_ids).tobytes()
-        length = size * self.config.block_size * _INT
-        return {self.tiers.seal.key_of(each): tokens[n * length :][:length] for n, each in enumerate(hashes)}
+        length = self.config.block_size * _INT
+        hashes = self.core.pool.hashes(request, len(token_ids) // self.config.block_size)  # type: ignore[attr-defined]
+        tokens, size = array("i", token_ids).tobytes(), self.tiers.extent_blocks
+        return {
+            self.tiers.seal.key_of(each): tokens[n // size * size * length : (n + 1) * length]
+            for n, each in enumerate(hashes)
+        }
 
     def run(self, num_tasks: int = 99, limit: int = 5000) -> None:
         """Step until nothing is left."""

@@ -1,6 +1,6 @@
 """Requests start once their KV has come from a tier, where that is faster than computing it.  No torch.
 
-    asked once            full extents behind the cached prefix: which tier seems to have them?
+    asked once            extents behind the cached prefix: which tier seems to have them?
     while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
+from functools import partial
 
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.kv_pool import KVPool
@@ -40,22 +41,26 @@ class _Visit:
     """A waiting request's one look at the tiers.
 
     Attributes:
-        count: extents that the request has.
+        num_blocks: full blocks that the request has, but for one with its last token.
+        stop: blocks before this one are in `places` or cached.
         until: when computing would have ended.
         order: the tiers that are still to be asked.
         asked: the one that is asked, and its answer.
-        places: extent -> the tier that seems to have it.
-        end: extents before this one are in `places` or cached.
-        loads: extent -> its load.
+        places: first block of an extent -> the tier that seems to have it.
+        loads: first block of an extent -> its load.
+        begun: extents before this block are cached, or have loads.
+        num_lost: loads that had yielded nothing when all of its own were looked at.
     """
 
-    count: int
-    end: int
+    num_blocks: int
+    stop: int
     until: float
     order: Iterator[Tier]
-    asked: tuple[Tier, Future[int]] | None = None
+    asked: tuple[Tier, Future[tuple[int, int | None]]] | None = None
     places: dict[int, Tier] = field(default_factory=dict)
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
+    begun: int = 0
+    num_lost: int = 0
     is_over: bool = False
 
 
@@ -74,23 +79,23 @@ class TierAdmission(EngineListener):
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        answer = self._inner.admits(request, prefix, running, pool)
-        if answer is not True:
-            return answer
         visit = self._visits.get(request)
-        if visit is None:
+        if visit is None or visit.is_over:
+            answer = self._inner.admits(request, prefix, running, pool)
+            if answer is not True or visit is not None:
+                return answer
             visit = self._visits[request] = self._visit(request, prefix)
-            self._num_waiting += not visit.is_over
-        if not visit.is_over:
-            if self._is_coming(visit, request, prefix):
-                return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
-            self._end(visit)
-            return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
-        return True
+            if visit.is_over:
+                return True
+            self._num_waiting += 1
+            self._loads.pool.follow(request)
+        if self._is_coming(visit, request, prefix):
+            return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
+        self._end(visit, request)
+        return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
 
     def step_begins(self, running: Sequence[Request]) -> None:
-        if self._tiers.loads:
-            self._loads.poll()
+        self._loads.step_begins(is_alone=not running)
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
@@ -108,25 +113,24 @@ class TierAdmission(EngineListener):
     def _forget(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
         if visit is not None and not visit.is_over:
-            self._end(visit)
+            self._end(visit, request)
 
-    def _end(self, visit: _Visit) -> None:
+    def _end(self, visit: _Visit, request: Request) -> None:
         visit.is_over = True
         self._num_waiting -= 1
+        self._loads.pool.unfollow(request)
         for load in visit.loads.values():
             self._loads.leave(load)
 
     def _visit(self, request: Request, prefix: Sequence[int]) -> _Visit:
-        pool, now = self._loads.pool, self._loads.clock()
-        size = self._tiers.extent_blocks
-        count = (request.num_tokens - 1) // pool.block_size // size
-        first = len(prefix) // size
-        seconds = self._compute_seconds(len(prefix), count * size) if count > first else 0.0
+        pool, size, now = self._loads.pool, self._tiers.extent_blocks, self._loads.clock()
+        num_blocks = (request.num_tokens - 1) // pool.block_size
+        seconds = self._compute_seconds(len(prefix), num_blocks) if num_blocks > len(prefix) else 0.0
         tiers = list(self._tiers.tiers)
         until = now + min(seconds, _LONGEST_WAIT)
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(count, first, until, iter(tiers + tiers[:-1]))
+        visit = _Visit(num_blocks, len(prefix) // size * size, until, iter(tiers + tiers[:-1]))
         has_logprobs = request.params.prompt_logprobs is not None
         visit.is_over = (
             seconds < _FEW_SECONDS
@@ -137,64 +141,80 @@ class TierAdmission(EngineListener):
             or until <= now
         )
         if not visit.is_over:
-            pool.hashes(request, count * size)
-            self._tiers.num_queries += count * size * pool.block_size - len(prefix) * pool.block_size
+            pool.hashes(request, num_blocks)
+            self._tiers.num_queries += (num_blocks - len(prefix)) * pool.block_size
         return visit
 
     def _is_coming(self, visit: _Visit, request: Request, prefix: Sequence[int]) -> bool:
         """Whether to wait; starts what can be started."""
         size, now = self._tiers.extent_blocks, self._loads.clock()
-        first = len(prefix) // size
+        first = len(prefix) // size * size
         if now >= visit.until:
             return False
         if not self._has_looked(visit, request):
             return True
-        missing = range(first, visit.end)
-        for extent in missing:
-            load = visit.loads.get(extent)
+        load = visit.loads.get(first)
+        if load is not None and load.is_adopted:  # it was evicted again, or was the last
+            visit.stop = first
+        if load is None or visit.num_lost != self._loads.num_lost:
+            visit.begun, visit.num_lost = first, self._loads.num_lost
+        for start in range(max(first, visit.begun), visit.stop, size):
+            load = visit.loads.get(start)
             if load is None:
-                tier = visit.places.get(extent)
+                tier = visit.places.get(start)
                 if tier is None:  # it was cached, and has been evicted
-                    visit.end = extent
+                    visit.stop = start
                     break
-                load = self._loads.start(tier, request.block_hashes, extent * size, prefix)
+                count = min(size, visit.stop - start)
+                load = self._loads.start(tier, request.block_hashes, start, count, prefix)
                 if load is None:
                     break
-                visit.loads[extent] = load
-            elif load.is_adopted is False or (load.is_adopted and extent == first):  # it failed, or was evicted again
-                visit.end = extent
+                visit.loads[start] = load
+            elif load.is_adopted is False:
+                visit.stop = start
                 break
-        missing = range(first, visit.end)
-        if not missing or not self._tiers.loads:
+            visit.begun = start + size
+        if visit.stop <= len(prefix) or not self._loads.are_coming:
             return False
-        tier = visit.places[missing[0]]
-        num_waiting = sum(extent not in visit.loads for extent in missing)
-        worth = _WORTH * self._compute_seconds(len(prefix), visit.end * size)
-        return self._loads.seconds(tier, num_waiting) < worth
+        num_waiting = len(range(max(first, visit.begun), visit.stop, size))
+        worth = _WORTH * self._compute_seconds(len(prefix), visit.stop)
+        return self._loads.seconds(visit.places[first], num_waiting) < worth
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
         """Ask the tiers one by one which extents they have; whether all have answered."""
-        size, key_of = self._tiers.extent_blocks, self._tiers.seal.key_of
-        while visit.end < visit.count:
+        size, key_of, hashes = self._tiers.extent_blocks, self._tiers.seal.key_of, request.block_hashes
+        while visit.stop < visit.num_blocks:
+            begin = visit.stop // size * size
             if visit.asked is None:
                 tier = next(visit.order, None)
                 if tier is None:
                     break
                 if not tier.is_open:
                     continue
-                extents = range(visit.end, visit.count)
-                hashes = request.block_hashes
-                visit.asked = tier, tier.find([key_of(hashes[extent * size + size - 1]) for extent in extents])
+                whole = [key_of(hashes[stop - 1]) for stop in range(begin + size, visit.num_blocks + 1, size)]
+                visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))
             tier, answer = visit.asked
             if tier.finds_at_once:
                 wait([answer], _LOOK_SECONDS)
             if not answer.done() and tier.is_open:
                 return False
-            for _ in range(answer.result() if answer.done() else 0):
-                visit.places[visit.end] = tier
-                visit.end += 1
+            found, part = answer.result() if answer.done() else (0, None)
+            stops = [begin + (index + 1) * size for index in range(found)]
+            stops += [] if part is None else [self._parts(visit, found)[part]]
+            visit.places.update({begin + index * size: tier for index in range(len(stops))})
+            visit.stop = max([visit.stop, *stops])
             visit.asked = None
         return True
+
+    def _keys_of_parts(self, visit: _Visit, hashes: Sequence[bytes], found: int) -> list[bytes]:
+        """Keys of the extents that end at `_parts`; called in a tier's thread."""
+        return [self._tiers.seal.key_of(hashes[stop - 1]) for stop in self._parts(visit, found)]
+
+    def _parts(self, visit: _Visit, found: int) -> range:
+        """Where the extent behind `found` whole ones can end before it is whole, the longest first."""
+        size = self._tiers.extent_blocks
+        start = (visit.stop // size + found) * size
+        return range(min(start + size - 1, visit.num_blocks), max(start, visit.stop), -1)
 
     def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
         """To compute the blocks of a request behind its first `num_cached`."""

@@ -1,8 +1,9 @@
 """The seam between the engine and what keeps KV beyond the pool: stores of extents.  No torch.
 
-An extent is `G` consecutive full KV blocks of a sequence, the first of them at a multiple of `G`.  Its key covers all
-tokens up to its end, their tenant and salts: equal keys mean equal content, for as long as model, options and program
-are the same.  These are the namespace, and a store is made for one.
+An extent is up to `G` consecutive full KV blocks of a sequence, the first of them at a multiple of `G`.  All but the
+last extent of a sequence have `G` blocks.  Its key covers all tokens up to its end, their tenant and salts: equal keys
+mean equal content, for as long as model, options and program are the same.  These are the namespace, and a store is
+made for one.
 
     engine    TierAdmission, TierWriter: what to load, and what to keep
     Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`)
@@ -44,6 +45,9 @@ class KVStore(Protocol):
 
     def find(self, keys: Sequence[bytes]) -> int:
         """How many of the leading `keys` it seems to have, without reading them."""
+
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        """Index of the first of `keys` that it seems to have, without reading it; `len(keys)` if it has none."""
 
     def load(self, key: bytes, frames: Frames) -> bool:
         """Fill the writable `frames` with what is stored under this key; False if nothing is: it may have been evicted.

@@ -25,12 +25,13 @@ __all__ = ["Tier", "Workers"]
 _log = logging.getLogger(__name__)
 
 _LOADERS = 2  # threads that read
-_MOST_WRITES = 64  # that wait; more are dropped
+_MOST_WRITES = 4096  # that wait; more are dropped.  None has bytes yet, and one whose blocks others get is left out
 _MOST_ERRORS = 3  # in a row, until the store is left alone
 _OFF_SECONDS = 30.0
 _STALLED_SECONDS = 1.0  # a read that takes longer: no other one is begun
 _PATIENCE = 4.0  # a read that is late by a second is expected to be late by so many
 _AT_ONCE_SECONDS = 1e-3
+_UNMEASURED_CPU_SECONDS = 5e-4  # to read and verify an extent from the page cache
 _SMOOTHING = 0.25
 _REMEMBERED = 2**17  # keys; about 20 MB
 
@@ -57,11 +58,13 @@ class Tier:
         name: in the log and in metrics.
         writes_second: keep an extent only when it is computed for the second time.
         clock: seconds.
+        cpu_clock: seconds of a core that the calling thread has had.
         workers: makes so many threads of this name; so many tasks may wait, 0: any number.
 
     Attributes:
         errors: why a store failed -> how often.
         load_seconds, num_loaded: of the extents that were read and verified.
+        extent_cpu_seconds: that the last of them took, smoothed.
         num_stored, num_dropped: extents that it took, or that waited too long to be written.
     """
 
@@ -72,16 +75,18 @@ class Tier:
         seal: Seal,
         writes_second: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.thread_time,
         workers: Callable[[int, str, int], Workers] | None = None,
     ) -> None:
         workers = workers or _Threads
         self.name = name
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
+        self.extent_cpu_seconds = _UNMEASURED_CPU_SECONDS
         self._store = store
         self._seal = seal
         self._writes_second = writes_second
-        self._clock = clock
+        self._clock, self._cpu_clock = clock, cpu_clock
         self._lock = threading.Lock()  # of what the threads count
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
@@ -130,9 +135,19 @@ class Tier:
                 errors_total=dict(self.errors),
             )
 
-    def find(self, keys: Sequence[bytes]) -> Future[int]:
-        """How many of the leading `keys` it seems to have."""
-        return self._finds.submit(self._find, list(keys))
+    def find(
+        self, keys: Sequence[bytes], behind: Callable[[int], Sequence[bytes]] = lambda found: ()
+    ) -> Future[tuple[int, int | None]]:
+        """What it seems to have.
+
+        Args:
+            behind: a number of keys -> others, of which one is wanted in the place of the next key; called in the
+                tier's thread.
+
+        Returns:
+            How many of the leading `keys`, and the index of the first key that it has of those behind them.
+        """
+        return self._finds.submit(self._find, list(keys), behind)
 
     def load(self, key: bytes, frames: Frames) -> Future[bool]:
         """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
@@ -181,13 +196,15 @@ class Tier:
             if len(self._kept) > _REMEMBERED:
                 self._kept.popitem(last=False)
 
-    def _find(self, keys: list[bytes]) -> int:
+    def _find(self, keys: list[bytes], behind: Callable[[int], Sequence[bytes]]) -> tuple[int, int | None]:
         start = self._begin()
         try:
-            found = min(len(keys), max(0, self._store.find(keys)))
+            found = min(len(keys), max(0, self._store.find(keys))) if keys else 0
+            others = behind(found)
+            other = self._store.first_of(others) if others else 0
         except Exception as error:
             self._failed(error, self._reads)
-            return 0
+            return 0, None
         finally:
             took = self._end(start)
         self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
@@ -196,10 +213,13 @@ class Tier:
         for key in keys[found:]:  # behind what it lacks nothing is known, and to store it again does no harm
             if self._kept.get(key):
                 self._remember(key, False)
-        return found
+        if not 0 <= other < len(others):
+            return found, None
+        self._remember(others[other], True)
+        return found, other
 
     def _load(self, key: bytes, frames: Frames) -> bool:
-        start, seal = self._begin(), bytearray(SEAL_BYTES)
+        start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
         try:
             if not self._store.load(key, [memoryview(seal), *frames]):
                 self.forget(key)
@@ -221,6 +241,7 @@ class Tier:
             self.load_seconds += took
             old = self._extent_seconds
             self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
+            self.extent_cpu_seconds += _SMOOTHING * (self._cpu_clock() - cpu - self.extent_cpu_seconds)
         return True
 
     def _write(self, key: bytes, copied: Callable[[], Frames | None]) -> None:

@@ -37,11 +37,36 @@ class TieredPool(KVPool):
         self.most_reserved = max(0, min(int(num_blocks * _MOST_SHARE), num_blocks - self.blocks_for(longest)))
         self.reserved: set[int] = set(reserved)
         self.generations = [0] * num_blocks
+        self._num_unpublished = 0
+        self._followed: dict[Request, tuple[int, list[int]]] = {}  # `_num_unpublished` then -> the prefix found
         self._free = [block for block in self._free if block not in self.reserved]
 
     @property
     def num_used(self) -> int:
         return super().num_used - len(self.reserved)
+
+    def follow(self, request: Request) -> None:
+        """Its prefix will be asked for in each step, until `unfollow`; its full blocks but the last have hashes."""
+        self._followed[request] = self._num_unpublished, []
+
+    def unfollow(self, request: Request) -> None:
+        del self._followed[request]
+
+    def find_prefix(self, request: Request) -> list[int]:
+        """See `KVPool`.  Of requests that are followed, only what was added since the last time is looked up."""
+        if request not in self._followed:
+            return super().find_prefix(request)
+        num_unpublished, hit = self._followed[request]
+        if num_unpublished != self._num_unpublished:
+            hit = []
+            self._followed[request] = self._num_unpublished, hit
+        block_of, hashes = self._block_of, request.block_hashes
+        for index in range(len(hit), (request.num_tokens - 1) // self.block_size):
+            block = block_of.get(hashes[index])
+            if block is None:
+                break
+            hit.append(block)
+        return hit
 
     def hashes(self, request: Request, count: int) -> list[bytes]:
         """Chain hashes of at least the first `count` blocks of a request, which are full."""
@@ -114,3 +139,4 @@ class TieredPool(KVPool):
     def _unpublish(self, block: int) -> None:
         super()._unpublish(block)
         self.generations[block] += 1
+        self._num_unpublished += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from weakref import ref
 
 from inflight.engine.deltas import TierTotals
 from inflight.engine.tiers.base import Frames, KVBlocks
@@ -49,6 +50,7 @@ class Tiers:
         blocks: of the device's pool.
         seal: of the namespace.
         extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
+        cpu_clock: seconds of all cores that this process has had.
         loads: in flight, by the hash of the extent's last block.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
@@ -58,6 +60,7 @@ class Tiers:
     tiers: Sequence[Tier]
     blocks: KVBlocks
     seal: Seal
+    cpu_clock: Callable[[], float] = time.process_time
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
     num_queries: int = 0
     num_hits: int = 0
@@ -102,16 +105,20 @@ class Tiers:
         """
         key, blocks = self.seal.key_of(block_hash), list(blocks)
         expected, pool = [generations[block] for block in blocks], self.num_pools
+        lock, last = threading.Lock(), list[ref[memoryview]]()
 
-        lock, copies = threading.Lock(), list[Frames | None]()
+        def is_same() -> bool:
+            return pool == self.num_pools and [generations[block] for block in blocks] == expected
 
         def copied() -> Frames | None:
-            with lock:  # the threads of several tiers share one copy
-                if not copies:
-                    copy = self.blocks.copy(blocks)
-                    is_same = pool == self.num_pools and [generations[block] for block in blocks] == expected
-                    copies.append([copy] if is_same else None)
-            return copies[0]
+            with lock:  # a tier takes the copy that another one still writes or keeps
+                copy = last.pop()() if last else None
+                if copy is None:
+                    copy = self.blocks.copy(blocks) if is_same() else None
+                    if copy is None or not is_same():
+                        return None
+                last.append(ref(copy))
+            return [copy]
 
         for tier in into:
             tier.store(key, copied)

@@ -52,12 +52,12 @@ class TierWriter(EngineListener):
         if self._num_made % _EVERY == 0:
             for request, num_kept in self._num_kept.items():
                 if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
-                    self._num_kept[request] = self._look_at(request, num_kept)
+                    self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
 
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
         if num_kept is not None:
-            self._look_at(request, num_kept)
+            self._look_at(request, num_kept, 1)
             self._send()
 
     def step_made(self, out: SchedulerOutput) -> None:
@@ -76,21 +76,21 @@ class TierWriter(EngineListener):
         self._num_done += 1
         self._computed.clear()
 
-    def _look_at(self, request: Request, num_kept: int) -> int:
-        """Note the request's new extents, behind `num_kept`; returns how many it has."""
+    def _look_at(self, request: Request, num_kept: int, shortest: int) -> int:
+        """Note new extents, behind `num_kept`, of so many blocks at least; returns how many whole ones there are."""
         if request.num_tokens <= request.num_given_tokens:
             return num_kept
-        count = min(request.num_computed_tokens, request.num_tokens) // self._extent_tokens
         size, pool = self._extent_blocks, self._pool
-        hashes = pool.hashes(request, count * size)
-        for start in range(num_kept * size, count * size, size):
-            block_hash = hashes[start + size - 1]
+        count = min(request.num_computed_tokens, request.num_tokens) // pool.block_size // shortest * shortest
+        hashes = pool.hashes(request, count)
+        for start in range(num_kept * size, count, size):
+            blocks = request.block_ids[start : min(start + size, count)]
+            block_hash = hashes[start + len(blocks) - 1]
             into = self._tiers.missing_in(block_hash)
             if into:
-                blocks = request.block_ids[start : start + size]
                 generations = [pool.generations[block] for block in blocks]
                 self._computed.append(_Computed(self._num_made, block_hash, blocks, generations, into))
-        return max(num_kept, count)
+        return max(num_kept, count // size)
 
     def _send(self) -> None:
         generations = self._pool.generations

@@ -57,14 +57,10 @@ class DirectoryStore:
         return self._num_bytes
 
     def find(self, keys: Sequence[bytes]) -> int:
-        for index, key in enumerate(keys):
-            try:
-                found = os.stat(self._file(key), follow_symlinks=False)
-            except (FileNotFoundError, NotADirectoryError):
-                return index
-            if not stat.S_ISREG(found.st_mode):
-                return index
-        return len(keys)
+        return next((index for index, key in enumerate(keys) if not self._has(key)), len(keys))
+
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        return next((index for index, key in enumerate(keys) if self._has(key)), len(keys))
 
     def load(self, key: bytes, frames: Frames) -> bool:
         """See `KVStore`.  A file that someone else can have written is removed.
@@ -123,6 +119,13 @@ class DirectoryStore:
         """The error of a file that is no file of this user alone, which is removed."""
         self.drop(key)
         return PermissionError(errno.EPERM, "not a file that only this user can write; it is removed", self._file(key))
+
+    def _has(self, key: bytes) -> bool:
+        """Raises OSError."""
+        try:
+            return stat.S_ISREG(os.stat(self._file(key), follow_symlinks=False).st_mode)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def _file(self, key: bytes) -> str:
         name = key.hex()

@@ -33,6 +33,10 @@ class HostStore:
         extents = self._extents
         return next((index for index, key in enumerate(keys) if key not in extents), len(keys))
 
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        extents = self._extents
+        return next((index for index, key in enumerate(keys) if key in extents), len(keys))
+
     def load(self, key: bytes, frames: Frames) -> bool:
         with self._lock:
             kept = self._extents.get(key)

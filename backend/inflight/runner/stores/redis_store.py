@@ -64,14 +64,12 @@ class RedisStore:
         return 0
 
     def find(self, keys: Sequence[bytes]) -> int:
-        def exist() -> list[int]:
-            with self._client.pipeline(transaction=False) as pipeline:
-                for key in keys:
-                    pipeline.exists(self._name(key))
-                return pipeline.execute()
-
-        found = self._asked(exist)
+        found = self._exist(keys)
         return next((index for index, count in enumerate(found) if not count), len(found))
+
+    def first_of(self, keys: Sequence[bytes]) -> int:
+        found = self._exist(keys)
+        return next((index for index, count in enumerate(found) if count), len(found))
 
     def load(self, key: bytes, frames: Frames) -> bool:
         value = self._asked(lambda: self._client.get(self._name(key)))
@@ -95,6 +93,17 @@ class RedisStore:
     def close(self) -> None:
         with contextlib.suppress(self._redis.RedisError, OSError):
             self._client.close()
+
+    def _exist(self, keys: Sequence[bytes]) -> list[int]:
+        """1 for each key that it has, else 0."""
+
+        def exist() -> list[int]:
+            with self._client.pipeline(transaction=False) as pipeline:
+                for key in keys:
+                    pipeline.exists(self._name(key))
+                return pipeline.execute()
+
+        return self._asked(exist)
 
     def _name(self, key: bytes) -> str:
         return self._prefix + key.hex()

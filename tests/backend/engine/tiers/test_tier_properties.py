@@ -51,6 +51,7 @@ def workloads(draw):
         "num_host_blocks": draw(st.sampled_from([0, 5])),
         "secret": draw(st.sampled_from([b"", b"0123456789abcdef"])),
         "second": draw(st.booleans()),
+        "cpu_seconds": draw(st.sampled_from([0.0, 0.0, 5e-5, 1e-3])),
         "drafter": draw(drafters),
         "engines": draw(st.lists(arrivals, min_size=2, max_size=3)),
         "faults": draw(st.lists(faults, min_size=1, max_size=2)),
@@ -72,7 +73,8 @@ def test_outputs_are_those_without_tiers(load):
 def _serve(load, stores, arrivals):
     """Serve these requests with a new engine, and return follow-ups of them: what clients of a chat send next."""
     info = Info(num_blocks=load["num_blocks"], num_host_blocks=load["num_host_blocks"])
-    rig = TieredRig(info, load["extent_blocks"], stores, load["secret"], load["second"], **load["options"])
+    of_tiers = load["extent_blocks"], stores, load["secret"], load["second"], load["cpu_seconds"]
+    rig = TieredRig(info, *of_tiers, **load["options"])
     rig.core.scheduler.policies.drafter = load["drafter"]
     expected, aborts, aborted, sound = {}, {}, set(), {}
     steps = 0

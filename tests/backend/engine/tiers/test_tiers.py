@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 from unittest import mock
 
@@ -20,6 +21,8 @@ from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers import writer
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.frontend.request.pooled_request import void_params
 
@@ -34,9 +37,15 @@ def half_a_millisecond_a_token(monkeypatch):
 
 
 def rig_of(
-    *stores: Any, extent_blocks: int = 1, num_blocks: int = 256, secret: bytes = b"", **options: Any
+    *stores: Any,
+    extent_blocks: int = 1,
+    num_blocks: int = 256,
+    secret: bytes = b"",
+    cpu_seconds: float = 0.0,
+    **options: Any,
 ) -> TieredRig:
-    return TieredRig(Info(num_blocks=num_blocks), extent_blocks, stores, secret, **{**OPTIONS, **options})
+    info = Info(num_blocks=num_blocks)
+    return TieredRig(info, extent_blocks, stores, secret, cpu_seconds=cpu_seconds, **{**OPTIONS, **options})
 
 
 def serve(rig: TieredRig, request_id: int, prompt: list[int], fields: Any = None, **params: Any) -> list[int]:
@@ -74,12 +83,57 @@ def test_a_conversation_that_returns_to_a_new_engine_is_not_computed():
     assert rig.tiers.num_queries == rig.tiers.num_hits == 48
 
 
-@pytest.mark.parametrize("extent_blocks", [2, 3, 5])
-def test_extents_are_aligned_and_whole(extent_blocks):
-    store = stored(extent_blocks=extent_blocks)
-    rig = rig_of(store, extent_blocks=extent_blocks)
+@pytest.mark.parametrize("extent_blocks", [2, 3, 5, 16])
+@pytest.mark.parametrize("length", [30, 33, 41])
+def test_the_last_extent_of_a_sequence_is_a_part(extent_blocks, length):
+    """The next turn takes all full blocks of the earlier one."""
+    prompt = PROMPT[:length]
+    store = stored(prompt, extent_blocks=extent_blocks)
+    num_blocks = (length + 7) // 4
+    assert len(store.extents) == -(-num_blocks // extent_blocks)
+    for turn in ([*prompt, *answer(prompt, 8), 3], [*prompt, *answer(prompt, 8), *[1] * 14]):
+        rig = rig_of(store, extent_blocks=extent_blocks)
+        serve(rig, 0, turn)
+        assert num_computed(rig) == len(turn) - num_blocks * 4
+        assert not rig.tiers.tiers[0].errors
+
+
+def test_the_longest_part_of_an_extent_is_taken():
+    """Of turns that ended in the same extent; another conversation goes on from the first of them."""
+    store = stored(PROMPT[:20], extent_blocks=16)
+    serve(rig_of(store, extent_blocks=16), 0, PROMPT[:33])
+    assert len(store.extents) == 2
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, [*PROMPT[:33], *answer(PROMPT[:33], 8), *[6] * 9])
+    assert num_computed(rig) == 33 + 8 + 9 - 40
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, [*PROMPT[:20], *answer(PROMPT[:20], 8), *[6] * 30])
+    assert num_computed(rig) == 20 + 8 + 30 - 24
+    rig = rig_of(store, extent_blocks=16)
     serve(rig, 0, PROMPT)
-    assert num_computed(rig) == 41 - 40 // 4 // extent_blocks * extent_blocks * 4
+    assert num_computed(rig) == 41  # neither ended within it
+
+
+def test_a_part_in_one_tier_gives_way_to_the_whole_extent_in_another():
+    first, second = stored(PROMPT[:20], extent_blocks=4), stored(PROMPT, extent_blocks=4)
+    turn = [*PROMPT[:20], *answer(PROMPT[:20], 8), 3]
+    assert len(first.extents) == 2
+    rig = rig_of(first, second, extent_blocks=4)
+    serve(rig, 0, turn)
+    assert num_computed(rig) == 29 - 24
+    rig = rig_of(first, second, extent_blocks=4)
+    serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 41 - 32
+
+
+def test_of_a_running_request_only_whole_extents_are_kept():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=4)
+    add(rig.core, 0, PROMPT, max_tokens=30, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 20:
+        rig.step(99)
+    sizes = {len(extent) for extent in store.extents.values()}
+    assert len(store.extents) == 60 // 16 and len(sizes) == 1
 
 
 def test_what_a_running_request_has_computed_is_kept_before_it_ends():
@@ -256,6 +310,97 @@ def test_a_request_whose_grammar_took_long_does_not_fail_because_it_waits_for_a_
         rig.step()
         rig.step()
     assert rig.outputs[0, 0]
+
+
+def test_beside_running_requests_loads_take_a_tenth_of_a_core():
+    """Nine extents, each 0.3 ms of a core; a step takes a millisecond."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
+    loaded = []
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):  # 72 ms to compute; 27 at this pace
+        while (0, 0) not in rig.outputs:
+            rig.step(99)
+            loaded.append(rig.tiers.tiers[0].num_loaded)
+    assert rig.tiers.num_hits == 36
+    per_step = [after - before for before, after in itertools.pairwise(loaded)]
+    assert max(per_step) == 1 and max(sum(per_step[n : n + 10]) for n in range(len(per_step))) == 4
+    assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
+
+
+def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeypatch):
+    """Of fifty on one prefix, a step looks up no block that it has found, and asks no other policy."""
+    rig = rig_of(stored(), max_num_seqs=64)
+    asked, looked_up = [], []
+    policy = rig.core.scheduler.policies.admission
+    while not isinstance(policy, tier_admission.TierAdmission):
+        policy = policy._inner
+    admits = policy._inner.admits
+    monkeypatch.setattr(policy._inner, "admits", lambda *args: asked.append(1) or admits(*args))
+    for request_id in range(50):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], max_tokens=2, ignore_eos=True)
+    rig.step()
+    rig.step(50)  # all have asked, and wait for the first one's loads
+    while len(rig.core.pool._block_of) < 6:
+        rig.step(1)
+    blocks = rig.core.pool._block_of
+
+    class Counted(dict):
+        def get(self, key: bytes, default: Any = None) -> Any:
+            looked_up.append(key)
+            return super().get(key, default)
+
+    rig.core.pool._block_of = Counted(blocks)
+    asked.clear()
+    rig.core.step()
+    assert len(rig.core.scheduler.held) == 50 and not asked
+    assert len(looked_up) <= 50
+    rig.core.pool._block_of = blocks
+    rig.run()
+    assert len(rig.outputs) == 50
+
+
+def test_where_nothing_runs_loads_take_all_there_is():
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):  # asked, begun, adopted
+        rig.step(99)
+    assert rig.tiers.num_hits == 40
+
+
+def test_loads_that_would_take_a_core_too_long_beside_others_are_not_waited_for():
+    """Ten extents at 0.3 ms: 30 ms at the pace, and computing them takes 20."""
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):
+        rig.step(99)
+    assert rig.outputs[0, 0]
+
+
+def test_writes_that_wait_are_not_dropped():
+    """A prompt of a large model has hundreds of extents, and all of them are computed at the same time."""
+    gate, store = threading.Event(), MemoryStore()
+    tier = Tier("disk", store, Seal(bytes(16)))
+    frames = [memoryview(b"kv")]
+    for number in range(600):
+        tier.store(number.to_bytes(16, "big"), lambda: gate.wait(30) and frames)
+    gate.set()
+    tier.close(30)
+    assert tier.num_stored == len(store.extents) == 600 and not tier.num_dropped
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tiers_share_a_copy_while_one_has_it(keeps):
+    """It is made again otherwise: bytes do not pile up before a store that is slow."""
+    rig, kept, made = rig_of(MemoryStore(), MemoryStore()), [], []
+    with mock.patch.object(rig.runner, "copy", side_effect=lambda blocks: made.append(blocks) or memoryview(b"kv" * 8)):
+        rig.tiers.store(rig.tiers.tiers, b"hash", [1, 2], [0] * 9)
+        for _, _, (_, copied) in rig.hand.tasks:
+            kept = [kept, copied()] if keeps else [copied() is None]
+    assert len(made) == (1 if keeps else 2)
 
 
 def test_a_slow_tier_is_not_waited_for():

@@ -53,7 +53,7 @@ def test_has_not_what_it_was_not_given(store: KVStore) -> None:
     assert not store.load(key(1), frames)
     assert memory == bytes(SIZE)
     store.drop(key(1))
-    assert store.find([]) == 0
+    assert store.find([]) == store.first_of([]) == 0
 
 
 def test_finds_the_leading_ones(store: KVStore) -> None:
@@ -65,6 +65,16 @@ def test_finds_the_leading_ones(store: KVStore) -> None:
     store.drop(key(1))
     assert store.find([key(1), key(2)]) == 0
     assert not store.load(key(1), blank(100)[1])
+
+
+def test_finds_the_first_one_that_it_has(store: KVStore) -> None:
+    for number in (2, 4):
+        store.store(key(number), frames_of(content(number, 100)))
+    assert store.first_of([key(number) for number in (1, 2, 3, 4)]) == 1
+    assert store.first_of([key(4), key(1)]) == 0
+    assert store.first_of([key(1), key(3)]) == 2
+    store.drop(key(2))
+    assert store.first_of([key(number) for number in (1, 2, 3, 4)]) == 3
 
 
 def test_another_size_is_torn(store: KVStore) -> None:
