@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -38,7 +40,7 @@ def exact_sums(x: Tensor, slots: LoraSlots, slot_of_token: Tensor, y: Tensor) ->
         if slot < 0:
             continue
         inner = slots.a[slot].cpu().double() @ x[token].cpu().double()
-        for part, (start, end) in enumerate(zip(starts, starts[1:])):
+        for part, (start, end) in enumerate(pairwise(starts)):
             own = inner[part * rank : (part + 1) * rank]
             result[token, start:end] += slots.b[slot, start:end].cpu().double() @ own
     return result

@@ -11,7 +11,7 @@ Ranks are padded with zeros to R, so that all adapters have tensors of one size 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Protocol
 
 import torch
@@ -93,7 +93,7 @@ class ReferenceLora:
             inner = (x.float() @ a.t()).to(x.dtype).float()
             parts = [
                 inner[:, part * rank : (part + 1) * rank] @ b[start:end].t()
-                for part, (start, end) in enumerate(zip(starts, starts[1:]))
+                for part, (start, end) in enumerate(pairwise(starts))
             ]
             own = (slot_of_token == slot)[:, None]
             y.copy_(torch.where(own, (y.float() + torch.cat(parts, dim=1)).to(y.dtype), y))

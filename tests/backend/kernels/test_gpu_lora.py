@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +196,16 @@ CASES = [
 @pytest.mark.nightly  # test_gpu_step_inputs_compile.py compiles in make test
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_everything_is_compiled_at_load(tmp_path: Path, cache: pytest.Cache, case: Any) -> None:
-    """Two products with two tiles each, whatever the batch; nothing spills."""
+    """Two products with two tiles each, whatever the batch; two registers spill, more only in float32."""
+    arch, dtype, _, _, rank = case
     at_load, kernels = compiled(cache, tmp_path, "lora", SCRIPT, list(case), SOURCES)
     assert at_load == len(kernels) == 4
-    print(json.dumps(kernels, indent=1))
+    for kernel in kernels:
+        assert kernel["shared_bytes"] <= kernel["shared_limit"]
+        assert kernel["stack_bytes"] <= (8 if dtype != "float32" else 256)
+        if kernel["kernel"] == "lora_shrink_kernel":
+            assert "cp.async.cg" in kernel["instructions"]
+        alike = [other["instructions"] for other in kernels if other["kernel"] == kernel["kernel"]]
+        assert alike[0] == alike[1], "one kind of instruction in both tiles, so that rows have the same bits"
+        wide_enough = kernel["kernel"] == "lora_expand_kernel" or rank >= 64
+        assert dtype == "float32" or alike[0][-1] == (PRODUCT[arch] if wide_enough else "mma.sync")

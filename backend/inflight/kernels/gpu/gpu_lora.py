@@ -116,7 +116,7 @@ def lora_expand_kernel(
 
 
 class GpuLora:
-    """`LoraOps` on a GPU; with the Triton language's interpreter, on any tensors.  The products of a model share one."""
+    """`LoraOps` on a GPU; with the Triton language's interpreter, on any tensors.  A model's products share one."""
 
     name = "gpu"
 
