@@ -1,26 +1,37 @@
-"""Adapters on an emulated card: the tokens of merged weights, from graphs and eager steps, without waits of the host."""
+"""Adapters on an emulated card: the tokens of merged weights, by graphs and eager steps, without waits of the host."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import random
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 import torch
 from adapters import attached, make_adapter, merged_checkpoint
-from card_rig import card_core, functions_as_kernels, num_replays, without_waits
+from card_rig import card, card_core, functions_as_kernels, num_replays, runner_of, without_waits
 from checkpoints import greedy_reference, make_checkpoint
 from emulated_card import Card, emulated_card
 from every_kind import prompt_of
-from offline import make_core, run, tokens
+from offline import run, tokens
+from torch import Tensor, nn
 
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.core import EngineCore
 from inflight.engine.sampling_params import SamplingParams
+from inflight.loading.adapter_weights import Matrices
+from inflight.loading.forward.device_adapters import DeviceAdapters
+from inflight.loading.load_errors import LoadError
+from inflight.ops.lora import ReferenceLora
+
+__all__ = ["card"]
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, seed=0)
 LENGTHS = (3, 20, 9, 14, 31, 6)
 COUNT = 8
+KINDS = (0, 3, 1, 2, 3, 0)  # the adapter of each request; 3: none
+TARGETS = [None, ["q_proj", "v_proj", "down_proj"], ["o_proj", "up_proj"]]
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(scope="module")
@@ -32,21 +43,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def refs(checkpoint: str, tmp_path_factory: pytest.TempPathFactory) -> list[AdapterRef]:
     folder = tmp_path_factory.mktemp("adapters")
-    targets = [None, ["q_proj", "v_proj", "down_proj"], ["o_proj", "up_proj"], ["k_proj", "gate_proj"]]
     return [
-        make_adapter(folder / f"a{i}", checkpoint, own, seed=i, rank=4 + 3 * i, strength=1.5)
-        for i, own in enumerate(targets)
+        make_adapter(folder / f"a{i}", checkpoint, own, seed=i, rank=4 + 6 * i, strength=1.5)
+        for i, own in enumerate(TARGETS)
     ]
 
 
 @pytest.fixture(scope="module")
-def expected(
-    checkpoint: str, refs: list[AdapterRef], tmp_path_factory: pytest.TempPathFactory
-) -> list[list[list[int]]]:
-    """Of each adapter's merged weights, then of the checkpoint: the tokens of each prompt."""
+def expected(checkpoint: str, refs: list[AdapterRef], tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    """The tokens of each request, by the merged weights of its adapter."""
     folder = tmp_path_factory.mktemp("merged")
     paths = [*(merged_checkpoint(checkpoint, ref, folder / ref.name) for ref in refs), checkpoint]
-    return [greedy_reference(path, prompts(), [COUNT] * len(LENGTHS)) for path in paths]
+    found: dict[int, list[int]] = {}
+    for kind, path in enumerate(paths):
+        own = [i for i, chosen in enumerate(KINDS) if chosen == kind]
+        found |= zip(own, greedy_reference(path, [prompts()[i] for i in own], [COUNT] * len(own)))
+    return [found[i] for i in range(len(KINDS))]
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +67,9 @@ def functions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def card() -> Any:
-    with emulated_card() as made:
+def restless_card() -> Iterator[Card]:
+    """It also works at random moments."""
+    with emulated_card(rng=random.Random(3)) as made:
         yield made
 
 
@@ -66,25 +79,171 @@ def prompts() -> list[list[int]]:
 
 def lora_core(path: str, refs: list[AdapterRef], **options: Any) -> EngineCore:
     """The adapters are in host memory, so that requests start in the order of their arrival."""
-    core = card_core(path, enable_lora=True, **{"enforce_eager": True, **options})
+    core = card_core(path, enable_lora=True, **options)
     assert core.info.adapters is not None
     for ref in refs:
         core.info.adapters.load(ref).result(60)
     return without_waits(core)
 
 
-def generated(core: EngineCore, chosen: list[AdapterRef | None], stagger: int = 1) -> list[list[int]]:
-    params = [SamplingParams(max_tokens=COUNT, **GREEDY)] * len(chosen)
-    deltas = run(core, prompts()[: len(chosen)], params, stagger, attached=[attached(ref) for ref in chosen])
-    return [tokens(deltas[i, 0]) for i in range(len(chosen))]
+def generated(core: EngineCore, chosen: list[AdapterRef | None], **params: Any) -> list[Any]:
+    """Tokens and log probabilities."""
+    params = dict(max_tokens=COUNT, **GREEDY) | params
+    sampling = [SamplingParams(**params)] * len(chosen)
+    deltas = run(core, prompts()[: len(chosen)], sampling, 1, attached=[attached(ref) for ref in chosen])
+    found = [deltas[i, 0] for i in range(len(chosen))]
+    return [(tokens(one), [each for delta in one for each in delta.logprobs or ()]) for one in found]
 
 
-@pytest.mark.parametrize("options", [{}, {"enforce_eager": False}, {"enforce_eager": False, "max_cudagraph_capture_size": 16}])
+SETTINGS: dict[str, dict[str, Any]] = {
+    "graphs of prompts, fewer slots than adapters": dict(max_cudagraph_capture_size=16, max_loras=2),
+    "graphs of decodes": dict(max_loras=3),
+    "one slot": dict(max_loras=1),
+    "two in host memory": dict(max_loras=1, max_cpu_loras=2, enforce_eager=True),
+    "eager": dict(enforce_eager=True, max_loras=3),
+    "one step at a time": dict(async_scheduling=False, max_loras=2),
+    "preempted": dict(num_gpu_blocks_override=16, block_size=4, max_loras=2),
+    "swapped": dict(num_gpu_blocks_override=16, block_size=4, swap_space="1MiB", preemption_mode="swap", max_loras=3),
+    "drafts": dict(speculative_config={"method": "ngram", "num_speculative_tokens": 3}, max_loras=2),
+    "module by module": dict(native_forward=False, enforce_eager=True, max_loras=3),
+}
+
+
+@pytest.mark.parametrize(
+    "setting", [next(iter(SETTINGS)), *(pytest.param(name, marks=pytest.mark.nightly) for name in list(SETTINGS)[1:])]
+)
 def test_tokens_are_those_of_merged_weights(
-    checkpoint: str, refs: list[AdapterRef], expected: Any, card: Card, options: dict[str, Any]
+    checkpoint: str, refs: list[AdapterRef], expected: list[list[int]], restless_card: Card, setting: str
 ) -> None:
-    """Four adapters and none in a batch, whose requests arrive one after another."""
-    core = lora_core(checkpoint, refs, **options)
-    kinds = [0, 4, 1, 2, 3, 4]
-    chosen = [*refs, None]
-    assert generated(core, [chosen[kind] for kind in kinds]) == [expected[kind][i] for i, kind in enumerate(kinds)]
+    """Adapters and none in a batch, whose requests arrive one after another."""
+    core = lora_core(checkpoint, refs, **SETTINGS[setting])
+    chosen: list[AdapterRef | None] = [*refs, None]
+    assert [found for found, _ in generated(core, [chosen[kind] for kind in KINDS])] == expected
+    if setting in ("preempted", "swapped"):
+        assert core.scheduler.num_preempted_total > 0
+    if "enforce_eager" not in SETTINGS[setting]:
+        assert any(count for size, count in num_replays(core).items() if size.adapted)
+
+
+def test_rows_without_adapters_are_as_without_lora(
+    checkpoint: str, refs: list[AdapterRef], card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the last bit, beside others; and a step without any launches nothing for them, from a graph or eagerly."""
+    plain = card_core(checkpoint, max_num_seqs=4)
+    base = generated(plain, [None] * 4, logprobs=3, max_tokens=5)
+    core = lora_core(checkpoint, refs, max_num_seqs=4, max_loras=2)
+    mixed = generated(core, [None, refs[0], None, refs[1]], logprobs=3, max_tokens=5)
+    assert [mixed[i] for i in (0, 2)] == [base[i] for i in (0, 2)]
+    assert all(mixed[i] != base[i] for i in (1, 3))
+    before = num_replays(core)
+    monkeypatch.setattr(ReferenceLora, "add", lambda *args: pytest.fail("launched for an adapter"))
+    assert generated(core, [None] * 4, logprobs=3, max_tokens=5) == base
+    after = num_replays(core)
+    assert all(after[size] == before[size] for size in after if size.adapted)
+    assert sum(after.values()) > sum(before.values())
+    assert card.num_replays and not card.launched_at_once
+
+
+def test_the_plan_counts_slots_and_graphs_with_adapters(
+    checkpoint: str, card: Card, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    core = lora_core(checkpoint, [], max_loras=3, max_lora_rank=20, kv_cache_memory=None, num_gpu_blocks_override=32)
+    (adapters,) = runner_of(core).adapters
+    layers = core.info.adapters._model.layers  # type: ignore[union-attr]
+    needed = 3 * 32 * 4 * sum(map(sum, layers.values()))
+    assert needed <= adapters._model.nbytes < 1.1 * needed
+    (plan,) = [text for text in caplog.messages if text.startswith("memory ")]
+    assert f"adapters {adapters._model.nbytes / 2**10:.2f} KiB" in plan
+    sizes = [key[0] for key in runner_of(core).graphs._graphs]  # type: ignore[index]
+    assert sorted(size.tokens for size in sizes if size.adapted) == sorted(
+        size.tokens for size in sizes if not size.adapted
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(max_loras=2**18, enforce_eager=True), "262144 adapters of rank 16 take .* lower max_loras"),
+        (dict(quantization="fp8", dtype="bfloat16", enforce_eager=True), "not served with weights in fp8"),
+    ],
+)
+def test_what_is_refused(checkpoint: str, card: Card, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message):
+        card_core(checkpoint, enable_lora=True, **options)
+
+
+class Tiny(nn.Module):
+    """Two layers, one of which is called with some of the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all, self.some = nn.Linear(8, 4, bias=False), nn.Linear(4, 4)
+
+    def get_output_embeddings(self) -> None:
+        return None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.all(x)
+        self.some(y[:1])
+        return y
+
+
+def tiny_adapters(slots: int) -> tuple[Tiny, DeviceAdapters]:
+    with torch.inference_mode():
+        model = Tiny().to(CUDA)
+
+        def trial() -> int:
+            model(torch.zeros(3, 8, device=CUDA))
+            return 3
+
+        return model, DeviceAdapters(model, torch.float32, CUDA, slots, 2, 16, trial)
+
+
+def matrices(value: float) -> Mapping[str, Matrices]:
+    """They add 8 * value to each output of ones."""
+    return {"all": Matrices(torch.full((1, 8), value), torch.ones(4, 1))}
+
+
+@torch.inference_mode()
+def added(model: Tiny, adapters: DeviceAdapters, rows: list[Any], counts: list[int]) -> list[float]:
+    x = torch.ones(sum(counts), 8, device=CUDA)
+    adapters.expect(0)
+    base = model(x)
+    adapters.set_rows(rows, counts)
+    adapters.expect(len(x))
+    found = model(x)
+    adapters.expect(0)
+    return [round(value) for value in (found - base)[:, 0].tolist()]
+
+
+def test_the_slot_that_was_used_longest_ago_is_taken(card: Card) -> None:
+    model, adapters = tiny_adapters(2)
+    assert list(adapters.layers) == ["all"]
+    one, two, three = (adapters.pack(matrices(value)) for value in (1.0, 2.0, 3.0))
+    assert added(model, adapters, [one, None, two], [1, 2, 1]) == [8, 0, 0, 16]
+    assert added(model, adapters, [one], [2]) == [8, 8]
+    held = [slot for slot, packed in adapters._held.items() if packed is two]
+    assert added(model, adapters, [None, three, one], [1, 1, 3]) == [0, 24, 8, 8, 8]
+    assert [slot for slot, packed in adapters._held.items() if packed is three] == held
+    assert adapters._of_token.tolist()[5:] == [-1] * 11, "behind the last token, as graphs with padding read them"
+    assert added(model, adapters, [two, three], [1, 1]) == [16, 24]
+    assert adapters._of_token.tolist()[2:] == [-1] * 14
+    with pytest.raises(RuntimeError, match="all was called with 3 rows in place of 2 tokens"), torch.inference_mode():
+        adapters.expect(2)
+        model(torch.ones(3, 8, device=CUDA))
+
+
+def test_an_adapter_that_has_left_is_still_copied(card: Card) -> None:
+    """Its slot has another one, and its memory was freed, when the card comes to it."""
+    model, adapters = tiny_adapters(1)
+    packed: list[Any] = [adapters.pack(matrices(value)) for value in (1.0, 2.0)]
+    found = []
+    with torch.inference_mode():
+        for one in (0, 1):
+            adapters.set_rows([packed[one]], [1])
+            adapters.expect(1)
+            found.append(model(torch.ones(1, 8, device=CUDA)) - model.all.weight.sum(1))
+            packed[one] = None
+            adapters.pack(matrices(9.0))
+    assert [round(values[0, 0].item()) for values in found] == [8, 16]

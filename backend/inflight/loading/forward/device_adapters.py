@@ -12,8 +12,7 @@ The slots' addresses, and those of the tokens' slots, never change, so that CUDA
 
 from __future__ import annotations
 
-import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from inflight.device.device_queue import DeviceEvent, queue_of
-from inflight.device.memory import format_bytes, pin, unpin
+from inflight.device.device_queue import queue_of
+from inflight.device.memory import format_bytes
 from inflight.kernels.registry import select_lora
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward.adaptable_layers import called_with_all, linears_of, module_of, sizes_of
@@ -64,14 +63,16 @@ class _Product:
         return LoraSlots(a, b, self.sizes)
 
 
+@dataclass(frozen=True, eq=False)
 class _Packed:
-    """An adapter in host memory, as it lies in a slot; pinned if it is for a GPU."""
+    """An adapter as it lies in a slot.
 
-    def __init__(self, values: Tensor, pinned: bool) -> None:
-        self.values = values
-        if pinned:
-            pin(values)
-            weakref.finalize(self, unpin, values.data_ptr()).atexit = False  # the end of the process unpins, too
+    Attributes:
+        values: [elements of a slot], pinned.  torch's allocator of pinned memory gives it to no other tensor before the
+            device has made the copies from it.
+    """
+
+    values: Tensor
 
     @property
     def nbytes(self) -> int:
@@ -157,10 +158,9 @@ class DeviceAdapters:
         self._num_written = 0  # leading elements of it that can be of an adapter
         self._num_tokens = 0  # of the forward pass, if its rows have adapters
         self._held: OrderedDict[int, _Packed | None] = OrderedDict.fromkeys(range(max_adapters))  # used last: last
-        self._copies: deque[tuple[DeviceEvent, _Packed]] = deque()  # under way: their source must live
 
     def pack(self, matrices: Mapping[str, Matrices]) -> _Packed:
-        values = torch.zeros(1, self._size, dtype=self.dtype)
+        values = self._queue.host_buffer(self._size * self.dtype.itemsize).zero_().view(self.dtype)[None]
         for product in self._products:
             slots = product.slots(values, self._rank)
             for part, (path, start) in enumerate(zip(product.paths, slots.starts)):
@@ -168,7 +168,7 @@ class DeviceAdapters:
                     a, b = matrices[path].a, matrices[path].b
                     slots.a[0, part * self._rank :][: len(a)] = a
                     slots.b[0, start : start + len(b), : b.shape[1]] = b
-        return _Packed(values[0], self._device.type == "cuda")
+        return _Packed(values[0])
 
     @torch.inference_mode()
     def set_rows(self, adapters: Sequence[_Packed | None], num_tokens: Sequence[int]) -> None:
@@ -191,24 +191,16 @@ class DeviceAdapters:
 
     def _slots_of(self, used: Mapping[int, _Packed]) -> dict[int, int]:
         """The slot of each adapter, by its `id`; those that are in none take the place of the ones used longest ago."""
-        while self._copies and self._copies[0][0].query():
-            self._copies.popleft()
         found = {id(held): slot for slot, held in self._held.items() if held is not None and id(held) in used}
         for slot in found.values():
             self._held.move_to_end(slot)
         for key, adapter in used.items():
             if key not in found:
                 slot = found[key] = next(slot for slot in self._held if slot not in found.values())
-                self._fill(slot, adapter)
+                self._held[slot] = adapter
+                self._held.move_to_end(slot)
+                self._slots[slot].copy_(adapter.values, non_blocking=True)
         return found
-
-    def _fill(self, slot: int, adapter: _Packed) -> None:
-        self._held[slot] = adapter
-        self._held.move_to_end(slot)
-        self._slots[slot].copy_(adapter.values, non_blocking=True)
-        event = self._queue.event()
-        event.record()
-        self._copies.append((event, adapter))
 
     def _added(self, paths: Sequence[str], slots: LoraSlots, x: Tensor, y: Tensor) -> Tensor:
         """y [..., N], what the layers at `paths` have computed of x [..., K], with what the adapters add, in place."""
