@@ -148,7 +148,9 @@ def test_the_plan_counts_slots_and_graphs_with_adapters(
     checkpoint: str, card: Card, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    core = lora_core(checkpoint, [], max_loras=3, max_lora_rank=20, kv_cache_memory=None, num_gpu_blocks_override=32)
+    core = lora_core(
+        checkpoint, [], max_num_seqs=2, max_loras=3, max_lora_rank=20, kv_cache_memory=None, num_gpu_blocks_override=32
+    )
     (adapters,) = runner_of(core).adapters
     layers = core.info.adapters._model.layers  # type: ignore[union-attr]
     needed = 3 * 32 * 4 * sum(map(sum, layers.values()))

@@ -145,7 +145,7 @@ def test_who_was_passed_by_others_stops_nothing() -> None:
 
 
 def test_those_in_memory_take_turns_in_the_slots_of_a_gpu() -> None:
-    """One that waits for a slot makes the one drain that started last the longest ago, and needs not be loaded again."""
+    """One that waits for a slot makes the one drain that started last the longest ago, and is not loaded again."""
     table = Table(limit=3, max_running=1)
     table.loads(A)
     table.hold(A)
