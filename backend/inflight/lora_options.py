@@ -41,6 +41,12 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """`max_cpu_loras`, or its default."""
         return self.max_cpu_loras or _DEFAULT_KEPT
 
+    def num_running_adapters(self, device: str) -> int:
+        """Maximum of different adapters that run at the same time on "cpu" or "cuda"."""
+        if device.startswith("cuda"):
+            return min(self.num_device_adapters, self.num_kept_adapters)
+        return self.max_loras or self.num_kept_adapters
+
     @property
     def num_device_adapters(self) -> int:
         """`max_loras`, or its default for a GPU."""
