@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from adapters import attached, make_adapter, merged_checkpoint
 from card_rig import card, card_core, functions_as_kernels, num_replays, runner_of, without_waits
-from checkpoints import greedy_reference, make_checkpoint
+from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from emulated_card import Card, emulated_card
 from every_kind import prompt_of
-from offline import run, tokens
+from offline import make_core, run, tokens
+from pooled import pooled, vectors_of
 from torch import Tensor, nn
 
 from inflight.engine.adapter import AdapterRef
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
+from inflight.engine.integrity import check_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward.device_adapters import DeviceAdapters
@@ -142,6 +149,81 @@ def test_rows_without_adapters_are_as_without_lora(
     assert all(after[size] == before[size] for size in after if size.adapted)
     assert sum(after.values()) > sum(before.values())
     assert card.num_replays and not card.launched_at_once
+
+
+@pytest.mark.nightly
+def test_requests_that_are_aborted_leave_their_slots_to_others(
+    checkpoint: str, refs: list[AdapterRef], expected: list[list[int]], restless_card: Card
+) -> None:
+    """Aborts come while steps with the adapter run, and while its copy is queued."""
+    core = lora_core(checkpoint, refs, max_loras=1, max_num_seqs=4, max_cudagraph_capture_size=16)
+    chosen, rng = [*refs, None], random.Random(1)
+    for first in range(0, 300, 100):
+        for i, kind in enumerate(KINDS):
+            params = SamplingParams(max_tokens=COUNT, **GREEDY)
+            message = AddRequest(first + i, prompts()[i], params, attached=attached(chosen[kind]))
+            assert core.add_request(message) is None
+        open_ids, found = {first + i for i in range(len(KINDS))}, dict[int, list[int]]()
+        while core.has_work:
+            output = core.step()
+            assert not output.failed
+            check_core(core)
+            for delta in output.deltas:
+                found.setdefault(delta.request_id, []).extend(delta.token_ids)
+                if delta.finish_reason is not None:
+                    open_ids.discard(delta.request_id)
+            if open_ids and rng.random() < 0.12:
+                core.abort(gone := rng.choice(sorted(open_ids)))
+                open_ids.discard(gone)
+        assert any(len(one) == COUNT for one in found.values()) and len(found) > 2
+        for request_id, one in found.items():
+            assert one == expected[request_id - first][: len(one)]
+
+
+def sampled_and_pooled(core: EngineCore, refs: list[AdapterRef]) -> tuple[dict[Any, list[int]], dict[int, Any]]:
+    params = [SamplingParams(n=3, temperature=0.7, seed=5, max_tokens=6, ignore_eos=True)] * 2
+    deltas = run(core, prompts()[:2], params, attached=[attached(ref) for ref in refs[:2]])
+    kinds = [(kind, ref) for kind in ("last", "mean") for ref in (refs[0], None)]
+    asked = [
+        AddRequest(
+            i, prompt_of(i, 21), pooled(0, [1]).params, attached=Attached(pooling=Pooling("embed", kind), adapter=ref)
+        )
+        for i, (kind, ref) in enumerate(kinds)
+    ]
+    return {key: tokens(one) for key, one in deltas.items()}, vectors_of(core, asked)[0]
+
+
+@pytest.fixture(scope="module")
+def on_the_cpu(checkpoint: str, refs: list[AdapterRef]) -> Any:
+    limits = dict(max_num_seqs=6, max_num_batched_tokens=40, max_model_len=64)
+    return sampled_and_pooled(make_core(checkpoint, enable_lora=True, **limits), refs)
+
+
+@pytest.mark.nightly
+def test_the_sequences_of_one_request_and_vectors(
+    checkpoint: str, refs: list[AdapterRef], on_the_cpu: Any, card: Card
+) -> None:
+    found, vectors = sampled_and_pooled(lora_core(checkpoint, refs, max_loras=2), refs)
+    assert found == on_the_cpu[0]
+    for request_id, vector in on_the_cpu[1].items():
+        np.testing.assert_allclose(vectors[request_id], vector, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_weights_in_four_bits_leave_the_delta_unquantised(tmp_path: Path, card: Card) -> None:
+    """The adapter moves the logits of weights in codes as it moves those of plain ones."""
+    path = make_checkpoint("llama", tmp_path, head_dim=32, intermediate_size=64, num_hidden_layers=1)
+    ref = make_adapter(tmp_path / "adapter", path, strength=1.0)
+
+    def logprobs(**options: Any) -> np.ndarray:
+        core = lora_core(path, [ref], dtype="float16", enforce_eager=True, max_loras=2, max_logprobs=-1, **options)
+        rows = [found[0] for _, found in generated(core, [None, ref], max_tokens=1, logprobs=VOCAB)]
+        places = [{token: logprob for token, logprob, _ in row} for row in rows]
+        return np.array([[place[token] for token in range(VOCAB)] for place in places])
+
+    plain, coded = logprobs(), logprobs(quantization="int4")
+    moved, wanted = coded[1] - coded[0], plain[1] - plain[0]
+    assert np.corrcoef(moved, wanted)[0, 1] > 0.9 and not np.array_equal(coded, plain)
 
 
 def test_the_plan_counts_slots_and_graphs_with_adapters(

@@ -179,12 +179,12 @@ class DeviceAdapters:
         of_row = np.array([-1 if adapter is None else slots[id(adapter)] for adapter in adapters], dtype=np.int32)
         of_token = np.repeat(of_row, num_tokens)
         count = max(len(of_token), self._num_written)
-        self._num_written = len(of_token)
         values = torch.full((count,), -1, dtype=torch.int32)
         values[: len(of_token)] = torch.from_numpy(of_token)
         if self._device.type == "cuda":
             values = values.pin_memory()
         self._of_token[:count].copy_(values, non_blocking=True)
+        self._num_written = len(of_token)
 
     def expect(self, num_tokens: int) -> None:
         self._num_tokens = num_tokens
@@ -197,9 +197,10 @@ class DeviceAdapters:
         for key, adapter in used.items():
             if key not in found:
                 slot = found[key] = next(slot for slot in self._held if slot not in found.values())
-                self._held[slot] = adapter
+                self._held[slot] = None  # until the copy is queued
                 self._held.move_to_end(slot)
                 self._slots[slot].copy_(adapter.values, non_blocking=True)
+                self._held[slot] = adapter
         return found
 
     def _added(self, paths: Sequence[str], slots: LoraSlots, x: Tensor, y: Tensor) -> Tensor:
