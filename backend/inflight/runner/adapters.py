@@ -284,7 +284,7 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
     """
     if not config.enable_lora:
         return []
-    model = adapted_model(config, loaded, lambda: _run_a_few(config, loaded))
+    model = adapted_model(config, loaded.model, loaded.dtype, loaded.device, lambda: _run_a_few(config, loaded))
     loaded.adapter_bytes = model.nbytes
     own = str(model.dtype).removeprefix("torch.")
     if config.lora_dtype not in ("auto", own):

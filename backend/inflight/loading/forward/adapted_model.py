@@ -11,7 +11,6 @@ from inflight.config import EngineConfig
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward.native_adapters import NativeAdapters
 from inflight.loading.forward.native_decoder import NativeDecoder
-from inflight.loading.loaded_model import LoadedModel
 
 __all__ = ["AdaptedModel", "PackedMatrices", "adapted_model"]
 
@@ -56,8 +55,10 @@ class AdaptedModel(Protocol):
         """
 
 
-def adapted_model(config: EngineConfig, loaded: LoadedModel, trial: Callable[[], int]) -> AdaptedModel:
-    """How the loaded model runs rows with adapters; it computes the same as before for the others.
+def adapted_model(
+    config: EngineConfig, model: Any, dtype: torch.dtype, device: torch.device, trial: Callable[[], int]
+) -> AdaptedModel:
+    """How `model` runs rows with adapters; it computes the same as before for the others.
 
     Args:
         trial: runs the model over a few tokens, before the first request, and returns how many.
@@ -65,12 +66,11 @@ def adapted_model(config: EngineConfig, loaded: LoadedModel, trial: Callable[[],
     Raises:
         LoadError: it cannot.
     """
-    model, dtype = loaded.model, loaded.dtype
-    if loaded.device.type != "cpu":
+    if device.type != "cpu":
         from inflight.loading.forward.device_adapters import DeviceAdapters  # imports transformers
 
         sizes = config.num_device_adapters, config.max_lora_rank, config.step_tokens
-        on_device = DeviceAdapters(model, dtype, loaded.device, *sizes, trial)
+        on_device = DeviceAdapters(model, dtype, device, *sizes, trial)
         if config.check_on_load:
             on_device.verify()
         return on_device
