@@ -117,7 +117,7 @@ def _adapters(config: Any, folder: Path) -> list[AdapterRef]:
 
 
 def _kernel_rows(run: Run) -> Iterator[dict[str, Any]]:
-    """What adapters add to the merged query, key and value of Llama 3 8B: errors, then times over reading A and B.
+    """Kernels on the merged query, key and value of Llama 3 8B: errors, then times over reading A and B.
 
     The matrices remain in the L2 cache, as those of a real step do not, so these times are the least.
     """

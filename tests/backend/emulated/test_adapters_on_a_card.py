@@ -258,7 +258,7 @@ def test_what_is_refused(checkpoint: str, card: Card, options: dict[str, Any], m
 
 
 class Tiny(nn.Module):
-    """Two layers, one of which is called with some of the tokens."""
+    """Two layers; the second one is called with some of the tokens."""
 
     def __init__(self) -> None:
         super().__init__()

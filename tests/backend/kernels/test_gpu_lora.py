@@ -32,7 +32,7 @@ SHAPES: list[tuple[int, tuple[int, ...], int]] = [
     (40, (96,), 128),
     (300, (40,), 256),
 ]
-COUNTS = (1, 5, 16, 17, MAX_SPLIT_ROWS, MAX_SPLIT_ROWS + 1, 150)
+COUNTS = (1, 16, 17, MAX_SPLIT_ROWS + 1)
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -59,12 +59,19 @@ def off(got: torch.Tensor, exact: torch.Tensor) -> float:
     return float((got.cpu().double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16, torch.float32], [*HALF, torch.float32]), ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_sums_are_those_of_float64(shape: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "case_of",
+    nightly_but(
+        [*((shape, torch.bfloat16) for shape in SHAPES), (SHAPES[1], torch.float32)],
+        [(shape, dtype) for dtype in (*HALF, torch.float32) for shape in SHAPES],
+    ),
+    ids=str,
+)
+def test_sums_are_those_of_float64(case_of: tuple[Any, torch.dtype]) -> None:
     """Up to the rounding of the inner numbers and of a result, each half of eps at most; and so are the twin's."""
+    shape, dtype = case_of
     eps = torch.finfo(dtype).eps if dtype != torch.float32 else 8 * torch.finfo(dtype).eps
-    for count in (1, 17, MAX_SPLIT_ROWS + 1):
+    for count in (17, MAX_SPLIT_ROWS + 1):
         slots, x, of_token, y = case(shape, count, dtype)
         of_token[0] = 1
         exact = exact_sums(x, slots, of_token, y)
@@ -78,18 +85,18 @@ def test_sums_are_those_of_float64(shape: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", nightly_but([torch.bfloat16], [*HALF, torch.float32]), ids=str)
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
     """Alone, beside rows of other adapters and of none, in a tile of 16 or of 64, and with its adapter elsewhere."""
-    slots, x, of_token, y = case(SHAPES[0], 150, dtype, slots=4)
+    slots, x, of_token, y = case(SHAPES[0], 100, dtype, slots=4)
     ops = GpuLora()
-    ops.prepare(slots, 150)
+    ops.prepare(slots, 100)
     whole = added(ops, slots, x, of_token, y)
     for count in COUNTS:
-        first = (7 * count) % (151 - count)
+        first = (7 * count) % (101 - count)
         rows = slice(first, first + count)
         assert torch.equal(added(ops, slots, x[rows], of_token[rows], y[rows]), whole[rows]), count
     moved = LoraSlots(slots.a.roll(1, 0), slots.b.roll(1, 0), slots.sizes)
     elsewhere = torch.where(of_token < 0, of_token, (of_token + 1) % 4)
     assert torch.equal(added(ops, moved, x[:17], elsewhere[:17], y[:17]), whole[:17])
-    order = torch.randperm(150, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(100, generator=torch.Generator().manual_seed(0))
     assert torch.equal(added(ops, slots, x[order], of_token[order], y[order]), whole[order])
 
 

@@ -1,4 +1,4 @@
-"""What adapters (LoRA) add to the product of a layer: two launches, for rows of any adapters.
+"""Sums of adapters (LoRA) for the product of a layer: two launches, for rows of any adapters.
 
     shrink    x [T, K] times A of each row's slot    ->  sums [splits, T, P * R] in float32
     expand    those, added up in order, times B      ->  added to y [T, N]

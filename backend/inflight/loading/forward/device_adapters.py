@@ -190,7 +190,7 @@ class DeviceAdapters:
         self._num_tokens = num_tokens
 
     def _slots_of(self, used: Mapping[int, _Packed]) -> dict[int, int]:
-        """The slot of each adapter, by its `id`; those that are in none take the place of the ones used longest ago."""
+        """The slot of each adapter, by its `id`; an adapter in none takes the slot that was used longest ago."""
         found = {id(held): slot for slot, held in self._held.items() if held is not None and id(held) in used}
         for slot in found.values():
             self._held.move_to_end(slot)
