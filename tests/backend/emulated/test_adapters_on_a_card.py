@@ -137,14 +137,14 @@ def test_rows_without_adapters_are_as_without_lora(
 ) -> None:
     """To the last bit, beside others; and a step without any launches nothing for them, from a graph or eagerly."""
     plain = card_core(checkpoint, max_num_seqs=4)
-    base = generated(plain, [None] * 4, logprobs=3, max_tokens=5)
+    base = generated(plain, [None] * 4, logprobs=3, max_tokens=4)
     core = lora_core(checkpoint, refs, max_num_seqs=4, max_loras=2)
-    mixed = generated(core, [None, refs[0], None, refs[1]], logprobs=3, max_tokens=5)
+    mixed = generated(core, [None, refs[0], None, refs[1]], logprobs=3, max_tokens=4)
     assert [mixed[i] for i in (0, 2)] == [base[i] for i in (0, 2)]
     assert all(mixed[i] != base[i] for i in (1, 3))
     before = num_replays(core)
     monkeypatch.setattr(ReferenceLora, "add", lambda *args: pytest.fail("launched for an adapter"))
-    assert generated(core, [None] * 4, logprobs=3, max_tokens=5) == base
+    assert generated(core, [None] * 4, logprobs=3, max_tokens=4) == base
     after = num_replays(core)
     assert all(after[size] == before[size] for size in after if size.adapted)
     assert sum(after.values()) > sum(before.values())
