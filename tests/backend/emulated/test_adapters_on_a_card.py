@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import attached, make_adapter, merged_checkpoint
-from card_rig import card, card_core, functions_as_kernels, num_replays, runner_of, without_waits
+from card_rig import card, card_core, functions_as_kernels, num_replays, without_waits
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from emulated_card import Card, emulated_card
 from every_kind import prompt_of
@@ -103,7 +103,8 @@ def generated(core: EngineCore, chosen: list[AdapterRef | None], **params: Any) 
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "graphs of prompts, fewer slots than adapters": dict(max_cudagraph_capture_size=16, max_loras=2),
+    "fewer slots than adapters": dict(max_loras=2, max_num_seqs=3),
+    "graphs of prompts": dict(max_cudagraph_capture_size=16, max_loras=2),
     "graphs of decodes": dict(max_loras=3),
     "one slot": dict(max_loras=1),
     "two in host memory": dict(max_loras=1, max_cpu_loras=2, enforce_eager=True),
@@ -133,22 +134,37 @@ def test_tokens_are_those_of_merged_weights(
 
 
 def test_rows_without_adapters_are_as_without_lora(
-    checkpoint: str, refs: list[AdapterRef], card: Card, monkeypatch: pytest.MonkeyPatch
+    checkpoint: str,
+    refs: list[AdapterRef],
+    card: Card,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """To the last bit, beside others; and a step without any launches nothing for them, from a graph or eagerly."""
-    plain = card_core(checkpoint, max_num_seqs=4)
-    base = generated(plain, [None] * 4, logprobs=3, max_tokens=4)
-    core = lora_core(checkpoint, refs, max_num_seqs=4, max_loras=2)
-    mixed = generated(core, [None, refs[0], None, refs[1]], logprobs=3, max_tokens=4)
-    assert [mixed[i] for i in (0, 2)] == [base[i] for i in (0, 2)]
-    assert all(mixed[i] != base[i] for i in (1, 3))
+    """To the last bit, beside others; and a step without any launches nothing for them, from a graph or eagerly.
+
+    The plan of the memory counts the slots, and every graph is there twice.
+    """
+    options: dict[str, Any] = dict(max_num_seqs=2, kv_cache_memory=None, num_gpu_blocks_override=32)
+    params = dict(logprobs=3, max_tokens=4)
+    base = generated(card_core(checkpoint, **options), [None] * 2, **params)
+    caplog.set_level("INFO")
+    core = lora_core(checkpoint, refs[:1], max_loras=3, max_lora_rank=20, **options)
+    mixed = generated(core, [None, refs[0]], **params)
+    assert mixed[0] == base[0] and mixed[1] != base[1]
     before = num_replays(core)
     monkeypatch.setattr(ReferenceLora, "add", lambda *args: pytest.fail("launched for an adapter"))
-    assert generated(core, [None] * 4, logprobs=3, max_tokens=4) == base
+    assert generated(core, [None] * 2, **params) == base
     after = num_replays(core)
     assert all(after[size] == before[size] for size in after if size.adapted)
     assert sum(after.values()) > sum(before.values())
-    assert card.num_replays and not card.launched_at_once
+    for adapted in (False, True):
+        assert sorted(size.tokens for size in after if size.adapted == adapted) == [1, 2]
+    model: Any = core.info.adapters._model  # type: ignore[union-attr]
+    needed = 3 * 32 * 4 * sum(map(sum, model.layers.values()))
+    assert needed <= model.nbytes < 1.1 * needed
+    (plan,) = [text for text in caplog.messages if text.startswith("memory ")]
+    assert f"adapters {model.nbytes / 2**10:.2f} KiB" in plan
+    assert not card.launched_at_once
 
 
 @pytest.mark.nightly
@@ -224,25 +240,6 @@ def test_weights_in_four_bits_leave_the_delta_unquantised(tmp_path: Path, card: 
     plain, coded = logprobs(), logprobs(quantization="int4")
     moved, wanted = coded[1] - coded[0], plain[1] - plain[0]
     assert np.corrcoef(moved, wanted)[0, 1] > 0.9 and not np.array_equal(coded, plain)
-
-
-def test_the_plan_counts_slots_and_graphs_with_adapters(
-    checkpoint: str, card: Card, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    core = lora_core(
-        checkpoint, [], max_num_seqs=2, max_loras=3, max_lora_rank=20, kv_cache_memory=None, num_gpu_blocks_override=32
-    )
-    (adapters,) = runner_of(core).adapters
-    layers = core.info.adapters._model.layers  # type: ignore[union-attr]
-    needed = 3 * 32 * 4 * sum(map(sum, layers.values()))
-    assert needed <= adapters._model.nbytes < 1.1 * needed
-    (plan,) = [text for text in caplog.messages if text.startswith("memory ")]
-    assert f"adapters {adapters._model.nbytes / 2**10:.2f} KiB" in plan
-    sizes = [key[0] for key in runner_of(core).graphs._graphs]  # type: ignore[index]
-    assert sorted(size.tokens for size in sizes if size.adapted) == sorted(
-        size.tokens for size in sizes if not size.adapted
-    )
 
 
 @pytest.mark.parametrize(
