@@ -58,6 +58,8 @@ STAGES = (
     Stage("prefill", 40, "gpu_decode:prefill", "prefills of an 8B over the GEMM rate"),
     # Some 20 engines of 6 to 8 s each.
     Stage("options", 150, "gpu_options:options", "each switch of the engine on, over all of them off"),
+    # Four engines of 6 to 8 s each, with twice the graphs in two of them; some 25 batches of 64 steps.
+    Stage("lora", 70, "gpu_lora:lora", "adapters in decode steps of a 0.6B and of half an 8B, over none"),
     # 15 s to load; a pair of runs takes 20 to 60 s, nearly all of it transformers'.
     Stage("serve", 110, "gpu_engine:serve", "256 requests to a 0.6B: this engine, transformers' continuous batching"),
     Stage("arrivals", 55, "gpu_engine:arrivals", "Poisson arrivals at an 8B with and without prompts of 12K tokens"),

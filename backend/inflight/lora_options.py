@@ -11,6 +11,7 @@ __all__ = ["LoraOptions"]
 
 _Count = Annotated[int, Meta(ge=1, le=2**20)]
 _DEFAULT_KEPT = 32
+_DEFAULT_SLOTS = 8
 
 
 class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,7 +19,8 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     Attributes:
         enable_lora: serve LoRA adapters, which requests choose by name. See docs/lora.md.
-        max_loras: maximum of different adapters in one step of a GPU. A CPU mixes any number.
+        max_loras: maximum of different adapters that run at the same time on a GPU, which has memory for so many of
+            rank `max_lora_rank`; requests for one more wait. `None`: 8. A CPU mixes any number.
         max_lora_rank: maximum rank of an adapter; one with a larger rank is refused.
         max_cpu_loras: maximum of adapters in memory; the ones used last stay. `None`: 32. It is also the maximum of
             different adapters that run at the same time; requests for one more wait.
@@ -38,3 +40,14 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def num_kept_adapters(self) -> int:
         """`max_cpu_loras`, or its default."""
         return self.max_cpu_loras or _DEFAULT_KEPT
+
+    def num_running_adapters(self, device: str) -> int:
+        """Maximum of different adapters that run at the same time on "cpu" or "cuda"."""
+        if device.startswith("cuda"):
+            return min(self.num_device_adapters, self.num_kept_adapters)
+        return self.max_loras or self.num_kept_adapters
+
+    @property
+    def num_device_adapters(self) -> int:
+        """`max_loras`, or its default for a GPU."""
+        return self.max_loras or _DEFAULT_SLOTS

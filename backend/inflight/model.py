@@ -194,9 +194,11 @@ class TritonPythonModel:
         )
         self._unload_detector.start()
         self._supervisor.connect(self._output_processor)
-        self._start_adapters(config, args, model_config)
+        self._start_adapters(config, args, model_config, ready.device)
 
-    def _start_adapters(self, config: EngineConfig, args: dict[str, str], model_config: dict[str, Any]) -> None:
+    def _start_adapters(
+        self, config: EngineConfig, args: dict[str, str], model_config: dict[str, Any], device_name: str
+    ) -> None:
         """Let the engine load the model's adapters; they can be loaded and unloaded from then on."""
         device = int(args["model_instance_device_id"])
         others = num_sharing(model_config, args["model_instance_kind"], device) - 1
@@ -216,7 +218,7 @@ class TritonPythonModel:
             labels = {"model": args["model_name"], "version": args["model_version"]}
             self._adapter_metrics = AdapterMetrics(
                 bridge.metric_factory(labels),
-                config.max_loras or config.num_kept_adapters,
+                config.num_running_adapters(device_name),
                 self._output_processor.open_streams,
                 tells_sets=self._group is None or self._group.number == 0,
             )

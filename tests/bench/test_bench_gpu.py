@@ -57,7 +57,7 @@ def test_all_stages_with_toy_shapes(tmp_path: Path) -> None:
         "rms_norm", "add_rms_norm", "rotary", "rotate_and_write", "silu_and_mul", "sampling", "attention",
     }  # fmt: skip
     assert all(row["passed"] for row in checked)
-    for name in ("decode", "serve", "prefill", "options", "arrivals"):
+    for name in ("decode", "serve", "prefill", "options", "lora", "arrivals"):
         assert any(row.get("achieved", 0) > 0 for row in rows[name]), name
     peer = next(row for row in rows["serve"] if row["name"] == "serve, transformers")
     if find_spec("psutil") is None:

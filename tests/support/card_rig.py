@@ -19,8 +19,10 @@ from inflight.attention.base import AttentionMetadata, KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.engine.core import EngineCore
 from inflight.loading import loader
+from inflight.loading.forward import device_adapters
 from inflight.loading.forward.acceleration import use_ops
 from inflight.ops.base import FusedOps
+from inflight.ops.lora import ReferenceLora
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.runner import base_runner, step_inputs
 from inflight.runner.device_runner import DeviceRunner
@@ -131,6 +133,7 @@ def functions_as_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are loaded from now on have no kernels of the Triton language."""
     monkeypatch.setattr(loader, "accelerate", fused_by(ReferenceOps()))
     monkeypatch.setattr(loader, "select_attention", lambda *args: CardAttention())
+    monkeypatch.setattr(device_adapters, "select_lora", lambda device: ReferenceLora())
     monkeypatch.setattr(base_runner, "select_sampling", lambda device: CardSampling())
     monkeypatch.setattr(step_inputs, "can_launch", lambda device: False)
 

@@ -26,6 +26,7 @@ from inflight.ops.base import FusedOps
 from inflight.ops.block_fp8 import BlockFp8Ops
 from inflight.ops.experts import ExpertOps
 from inflight.ops.int4 import Int4Ops, ReferenceInt4
+from inflight.ops.lora import LoraOps, ReferenceLora
 from inflight.ops.reference_ops import ReferenceOps
 from inflight.sampling.ops import SamplingOps
 from inflight.sampling.reference_sampling import ReferenceSampling
@@ -40,6 +41,7 @@ __all__ = [
     "select_block_fp8",
     "select_experts",
     "select_int4",
+    "select_lora",
     "select_ops",
     "select_sampling",
 ]
@@ -185,6 +187,15 @@ def select_int4(device: torch.device) -> Int4Ops:
 
         return GpuInt4()
     return ReferenceInt4()
+
+
+def select_lora(device: torch.device) -> LoraOps:
+    """The products of adapters on `device`, for the layers of one model; torch's if it has no kernels."""
+    if can_launch(device):
+        from inflight.kernels.gpu.gpu_lora import GpuLora  # needs the triton package
+
+        return GpuLora()
+    return ReferenceLora()
 
 
 def select_experts() -> ExpertOps:

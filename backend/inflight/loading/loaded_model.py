@@ -122,6 +122,7 @@ class LoadedModel:
         hooks: are called before the forward pass of each step.
         checked: sequences for which `model` computes the right logits, if all of the check at load has been made.
         sizing: of a GPU's pool, until `allocate`.
+        adapter_bytes: of a GPU's slots for adapters, which are allocated before the pool.
     """
 
     config: EngineConfig
@@ -137,6 +138,7 @@ class LoadedModel:
     hooks: list[StepHook] = field(default_factory=list)
     checked: Sequence[Case] = ()
     sizing: Sizing | None = field(default=None, repr=False)
+    adapter_bytes: int = 0
 
     def allocate(self, run: Callable[[SchedulerOutput], StepOutput], graphs: StepGraphs | None = None) -> None:
         """On a GPU, give the pool what the largest step and the graphs leave; on a CPU `load` has allocated it.
@@ -170,7 +172,9 @@ class LoadedModel:
                 f"{config.max_num_seqs} does not fit the GPU's memory beside the weights; lower them"
             )
         for_graphs = graphs.measure(meter) if graphs is not None else 0
-        memory = DeviceMemory(meter.total, sizing.used_before, meter.used(), sizing.weights, step, for_graphs)
+        memory = DeviceMemory(
+            meter.total, sizing.used_before, meter.used(), sizing.weights, step, for_graphs, self.adapter_bytes
+        )
         return plan_on_gpu(config, self.layers.bytes_per_block, info.max_model_len, memory)
 
     def give_pool(self, plan: MemoryPlan) -> None:

@@ -36,6 +36,7 @@ class DeviceMemory:
         weights: parameters and buffers of the model.
         step: what the largest step takes besides `used`, at its peak.
         graphs: what captured graphs will take.
+        adapters: slots of LoRA adapters, a part of `used`.
     """
 
     total: int
@@ -44,6 +45,7 @@ class DeviceMemory:
     weights: int
     step: int
     graphs: int = 0
+    adapters: int = 0
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class MemoryPlan:
         headroom: kept free for fragmentation; less where an explicit pool size takes it.
         pool: the KV pool, of `num_blocks` blocks.
         unused: what `gpu_memory_utilization` leaves to others, or the pool has no use for.
+        adapters: slots of LoRA adapters.
     """
 
     total: int
@@ -72,9 +75,12 @@ class MemoryPlan:
     pool: int
     unused: int
     num_blocks: int
+    adapters: int = 0
 
     def __str__(self) -> str:
-        names = ("others", "weights", "workspaces", "step", "graphs", "headroom", "pool", "unused")
+        names = ["others", "weights", "workspaces", "step", "graphs", "headroom", "pool", "unused"]
+        if self.adapters:
+            names.insert(2, "adapters")
         parts = ", ".join(f"{name} {format_bytes(getattr(self, name))}" for name in names)
         return f"memory {format_bytes(self.total)}: {parts}; {self.num_blocks} KV blocks"
 
@@ -110,6 +116,8 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         advice += ", lower max_cudagraph_capture_size"
     if memory.graphs:
         advice += ", set enforce_eager to true"
+    if memory.adapters:
+        advice += ", lower max_loras or max_lora_rank"
     num_blocks = _num_blocks(config, bytes_per_block, max_model_len, _Budget(max(0, left), source, advice))
     pool, room = num_blocks * bytes_per_block, memory.total - taken
     if pool > room:  # only a configured size can be
@@ -120,18 +128,20 @@ def plan_on_gpu(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
             f"{format_bytes(max(0, room))} left besides weights, steps and graphs; set it to at most {limit}"
         )
     headroom = min(HEADROOM, room - pool)
-    others = min(memory.used_before, memory.used - memory.weights)  # less, if another process left meanwhile
+    of_model = memory.weights + memory.adapters
+    others = min(memory.used_before, memory.used - of_model)  # less, if another process left meanwhile
     return MemoryPlan(
         total=memory.total,
         others=others,
         weights=memory.weights,
-        workspaces=memory.used - memory.weights - others,
+        workspaces=memory.used - of_model - others,
         step=memory.step,
         graphs=memory.graphs,
         headroom=headroom,
         pool=pool,
         unused=room - pool - headroom,
         num_blocks=num_blocks,
+        adapters=memory.adapters,
     )
 
 

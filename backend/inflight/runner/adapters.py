@@ -2,6 +2,7 @@
 
 An adapter is named by its content (`AdapterRef.id`).  It is loaded in a thread of its own while requests with it are
 held; at most `max_cpu_loras` are in memory.  One that sequences run with stays; of the others the ones used last stay.
+On a GPU those of at most `max_loras` run at the same time.
 """
 
 from __future__ import annotations
@@ -13,8 +14,6 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
 
 from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
@@ -29,7 +28,7 @@ from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
 
-__all__ = ["AdapterRows", "AdapterTable", "attach_adapters", "check_adapters"]
+__all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
 _log = logging.getLogger(__name__)
 
@@ -70,14 +69,20 @@ class AdapterTable:
         model: packs what is loaded.
         limit: most adapters in memory.
         max_rank: a larger one is refused.
+        max_running: most adapters that requests run with at the same time; None: all in memory.
         clock: seconds.
     """
 
     def __init__(
-        self, model: AdaptedModel, limit: int, max_rank: int, clock: Callable[[], float] = time.monotonic
+        self,
+        model: AdaptedModel,
+        limit: int,
+        max_rank: int,
+        max_running: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
-        self._limit, self._max_rank = limit, max_rank
+        self._limit, self._max_rank, self._max_running = limit, max_rank, max_running or limit
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
@@ -121,12 +126,18 @@ class AdapterTable:
         if error is not None:
             self._fail(ref.id, str(error))
             return str(error)
-        return None if not begun and entry in self._draining(now) else ""
+        if begun:
+            return ""
+        if not entry.num_held and sum(1 for each in self._entries.values() if each.num_held) >= self._max_running:
+            self._waiting[ref.id] = self._waiting.get(ref.id, (now, now))[0], now
+            return None
+        return None if entry in self._draining(now) else ""
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]
         entry.num_held += 1
         entry.admitted = self._clock()
+        self._waiting.pop(ref.id, None)
 
     def release(self, ref: AdapterRef) -> None:
         self._entries[ref.id].num_held -= 1
@@ -221,11 +232,22 @@ class AdapterTable:
 class AdapterRows:
     """A `StepHook`: tells the model which adapter each row of the step has."""
 
-    capturable = False
-
     def __init__(self, table: AdapterTable, model: AdaptedModel) -> None:
         self._table, self._model = table, model
+        self.capturable = model.capturable
+        self._adapted: set[int] = set()  # slots with adapters, as of the step that was launched last
         self._of_slot: dict[int, Entry | None] = {}  # slots with adapters; None: it is not in memory
+
+    def adapts(self, out: SchedulerOutput) -> bool:
+        """Whether rows of the step have adapters; called for each step on a GPU when it is launched, in order."""
+        for row in out.new_rows:
+            has_one = row.attached is not None and row.attached.adapter is not None
+            (self._adapted.add if has_one else self._adapted.discard)(row.slot)
+        return bool(self._adapted) and not self._adapted.isdisjoint(out.slots)
+
+    def expect(self, num_tokens: int) -> None:
+        """See `AdaptedModel.expect`."""
+        self._model.expect(num_tokens)
 
     def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
         if out.new_rows:  # so it is no part of a step that raised, which lacks other rows
@@ -253,31 +275,24 @@ class AdapterRows:
 _BASE = Entry(AdapterRef("", "", "", 0))
 
 
-def check_adapters(config: EngineConfig, device: torch.device) -> None:
-    """Before anything is loaded.  Raises ConfigError: they cannot be served on this device."""
-    if config.enable_lora and device.type != "cpu":
-        raise ConfigError(
-            f'enable_lora=True on device "{device.type}": adapters are served on CPUs; merge the adapter into the '
-            'checkpoint, or set device to "cpu"'
-        )
-
-
 def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRows]:
     """The step hook for adapters, if the options ask for it; `loaded.info` gets the table and its salts.
 
     Raises:
         ConfigError: they cannot be served in the dtype that was asked for.
+        LoadError: they cannot be served with this checkpoint, or on this device.
     """
     if not config.enable_lora:
         return []
-    model = adapted_model(loaded.model, loaded.dtype, lambda: _run_a_few(config, loaded))
+    model = adapted_model(config, loaded.model, loaded.dtype, loaded.device, lambda: _run_a_few(config, loaded))
+    loaded.adapter_bytes = model.nbytes
     own = str(model.dtype).removeprefix("torch.")
     if config.lora_dtype not in ("auto", own):
         raise ConfigError(
             f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
             f'to "auto", or dtype to {config.lora_dtype!r}'
         )
-    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank)
+    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank, model.max_adapters)
     loaded.info.adapters = table
     loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
     return [AdapterRows(table, model)]

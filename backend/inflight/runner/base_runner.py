@@ -56,7 +56,8 @@ class BaseRunner:
         self.model = loaded.model
         self.backend = loaded.backend
         self.device = device = loaded.device
-        self.hooks = [*loaded.hooks, *attach_adapters(config, loaded)]
+        self.adapters = attach_adapters(config, loaded)
+        self.hooks = [*loaded.hooks, *self.adapters]
         self.host_cache: HostCache | None = None
         self.state = BatchState(config.max_num_seqs, info.max_model_len, config.block_size, device)
         ops = select_sampling(device)

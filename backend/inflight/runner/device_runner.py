@@ -160,7 +160,7 @@ class DeviceRunner(BaseRunner):
         self._admissions = np.zeros(slots, dtype=np.int64)  # requests that each slot has had
         self._last_end = 0.0
         capturable = all(hook.capturable for hook in self.hooks)
-        self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable)
+        self.graphs = decode_graphs(config, self.backend, device, self._padding, capturable, bool(self.adapters))
         loaded.allocate(lambda out: self.collect(self.launch(out)), self.graphs)
         self.host_cache = loaded.host_cache
 
@@ -176,7 +176,8 @@ class DeviceRunner(BaseRunner):
             self.queue.submit(lambda: host_cache.swap(out))
         self._update_state(out)
         pooled = self.pooling.rows(out, np.cumsum([0, *out.num_scheduled_tokens]).tolist())
-        rows = StepRows.of(pooled.without_logits(out))
+        adapted = any(adapters.adapts(out) for adapters in self.adapters)
+        rows = StepRows.of(pooled.without_logits(out), adapted)
         if self._in_flight and self.table.reads_tokens(rows.slot_of_logits):
             self.num_collected_first += 1
             self._read_all()
@@ -225,6 +226,8 @@ class DeviceRunner(BaseRunner):
     def forward_step(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         """Make the step's inputs and run the model: see `ForwardPass`."""
         size, inputs = step.size, self.inputs
+        for adapters in self.adapters:
+            adapters.expect(size.tokens if size.adapted else 0)
         make_inputs(size, step.lines, step.new_blocks, step.new_tokens, self.device_state, inputs)
         tokens, positions = inputs.input_ids[: size.tokens], inputs.positions[: size.tokens]
         with forward_context(step.metadata, self.backend):

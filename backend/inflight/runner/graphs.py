@@ -14,6 +14,9 @@ rows as tokens: whichever rows the tokens belong to, the graph is the same.
 Steps with prompts of up to `max_cudagraph_capture_size` tokens, decodes beside them or not, have a third kind: few
 sizes, each with room for a few rows and for all.  A row may have any number of the tokens.
 
+With adapters (LoRA), every bucket has two graphs, and steps without adapters replay the one that launches nothing for
+them.
+
 One graph is the whole step: inputs, forward pass, sampling, and the tokens' way back into the device's state.  The
 graphs share a memory pool, and are captured from the largest to the smallest, so that each finds enough memory
 there: a graph's outputs are invalid once another graph is replayed.
@@ -27,6 +30,7 @@ import logging
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from operator import attrgetter
 from typing import NamedTuple
@@ -68,6 +72,23 @@ _FEW_ROWS = 16
 _MAX_NEW_TOKENS, _MAX_NEW_BLOCKS = 2**14, 2**12
 
 
+class _Buckets(NamedTuple):
+    """By kind, in increasing order."""
+
+    plain: list[StepSize]
+    mixed: list[StepSize]
+    drafting: list[StepSize]
+
+    @classmethod
+    def of(cls, sizes: Sequence[StepSize], adapted: bool) -> _Buckets:
+        own = [size for size in sizes if size.adapted == adapted]
+        return cls(
+            [size for size in own if size.query_len == 1],
+            [size for size in own if size.prompt_blocks],
+            [size for size in own if size.query_len > 1 and not size.prompt_blocks],
+        )
+
+
 class DecodeGraphs:
     """The captured steps of a runner, of decodes and, if configured, of prompts; without any, every step is eager.
 
@@ -79,10 +100,8 @@ class DecodeGraphs:
     def __init__(
         self, sizes: Sequence[StepSize], padding: Callable[[StepSize], Padding], capturer: Capturer | None
     ) -> None:
-        self._sizes = sorted(sizes, key=attrgetter("tokens", "rows"))
-        self._plain = [size for size in self._sizes if size.query_len == 1]
-        self._mixed = [size for size in self._sizes if size.prompt_blocks]
-        self._drafting = [size for size in self._sizes if size.query_len > 1 and not size.prompt_blocks]
+        self._sizes = sorted(sizes, key=attrgetter("tokens", "rows", "adapted"))
+        self._buckets = {adapted: _Buckets.of(self._sizes, adapted) for adapted in (False, True)}
         self._padding = padding
         self._capturer = capturer
         self._graphs: dict[Hashable, Graph] = {}
@@ -94,12 +113,12 @@ class DecodeGraphs:
         """The bucket for a step of `size`; None if no graph has room for it."""
         if not self._graphs:
             return None
-        found = None
+        found, buckets = None, self._buckets[size.adapted]
         if size.query_len == 1 and not size.new_tokens:
-            found = _bucket(self._plain, size)
+            found = _bucket(buckets.plain, size)
         elif size.logits == size.tokens:
-            found = _bucket(self._drafting, size)
-        return found or _bucket(self._mixed, size)
+            found = _bucket(buckets.drafting, size)
+        return found or _bucket(buckets.mixed, size)
 
     def replay(self, key: Hashable) -> tuple[Tensor, ...] | None:
         """Queue the step that was captured with `key` on the current stream; None if there is none.
@@ -118,7 +137,7 @@ class DecodeGraphs:
         """Bytes that all graphs will take, judged by the two largest, which are captured and dropped."""
         if not self._sizes:
             return 0
-        largest = self._sizes[-2:]
+        largest = [size for size in self._sizes if size.adapted == self._sizes[-1].adapted][-2:]
         try:
             self._warm_up(largest)
             marks = [meter.used()]
@@ -243,11 +262,13 @@ def decode_graphs(
     device: torch.device,
     padding: Callable[[StepSize], Padding],
     capturable: bool = True,
+    adapted: bool = False,
 ) -> DecodeGraphs:
     """Graphs for the steps that the configuration names, to be captured; none on a CPU or with `enforce_eager`.
 
     Args:
         capturable: whether the model launches the same for every batch of a size, its attention aside.
+        adapted: whether rows can have adapters.
     """
     capturer = None if config.enforce_eager else capturer_of(device)
     if capturer is None:
@@ -271,4 +292,6 @@ def decode_graphs(
         sizes += draft_sizes(max_rows, max_tokens, config.speculative_config.longest_draft)
     if mixed := min(config.max_cudagraph_capture_size, max_tokens):
         sizes += mixed_sizes(max_rows, mixed, config.speculative_config is not None)
+    if adapted:
+        sizes += [replace(size, adapted=True) for size in sizes]
     return DecodeGraphs(sizes, padding, capturer)

@@ -11,7 +11,6 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.loading.loaded_model import device_of
-from inflight.runner.adapters import check_adapters
 from inflight.runner.draft_runner import load_draft_runner
 from inflight.runner.model_runner import ModelRunner
 
@@ -77,7 +76,6 @@ def make_runner(config: EngineConfig) -> Any:
     Raises:
         LoadError, ConfigError: see `loader.load`.
     """
-    check_adapters(config, device_of(config.device))
     draft_runner = load_draft_runner(config, _device_runner)  # before the target's pool, which takes the rest
     runner = _device_runner(config)
     _log.info("steps are launched %s", "ahead of their tokens" if config.launches_ahead else "one at a time")

@@ -54,6 +54,7 @@ class StepSize:
         query_len: at least as many tokens as each row has.
         new_tokens: tokens that come from the host: of rows that enter, and drafts; at least as many as the step has.
         prompt_blocks: room for new blocks of rows with more than a token, in a bucket for such rows.
+        adapted: rows have adapters (LoRA), so that the model launches more.
     """
 
     rows: int
@@ -62,6 +63,7 @@ class StepSize:
     query_len: int
     new_tokens: int = 0
     prompt_blocks: int = 0
+    adapted: bool = False
 
     @property
     def new_blocks(self) -> int:

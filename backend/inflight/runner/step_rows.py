@@ -30,6 +30,7 @@ class StepRows:
         num_new_tokens: of rows that enter, and drafts.
         row_of_logits: int64 [N].
         slot_of_logits, position_of_logits: int64 [N]; position of the token that yields the logits.
+        adapted: some rows have adapters.
     """
 
     slots: np.ndarray
@@ -40,9 +41,10 @@ class StepRows:
     row_of_logits: np.ndarray
     slot_of_logits: np.ndarray
     position_of_logits: np.ndarray
+    adapted: bool = False
 
     @classmethod
-    def of(cls, out: SchedulerOutput) -> StepRows:
+    def of(cls, out: SchedulerOutput, adapted: bool = False) -> StepRows:
         slots = np.array(out.slots, dtype=np.int64)
         counts = np.array(out.num_scheduled_tokens, dtype=np.int64)
         computed = np.array(out.num_computed_tokens, dtype=np.int64)
@@ -55,7 +57,7 @@ class StepRows:
         behind = np.cumsum(num_logits)[row_of_logits] - np.arange(len(row_of_logits))  # 1 for a row's last
         positions = (computed + counts)[row_of_logits] - behind
         own = slots[row_of_logits]
-        return cls(slots, computed, counts, num_logits, num_new_tokens, row_of_logits, own, positions)
+        return cls(slots, computed, counts, num_logits, num_new_tokens, row_of_logits, own, positions, adapted)
 
     @property
     def size(self) -> StepSize:
@@ -65,6 +67,7 @@ class StepRows:
             len(self.row_of_logits),
             int(self.counts.max(initial=0)),
             self.num_new_tokens,
+            adapted=self.adapted,
         )
 
 

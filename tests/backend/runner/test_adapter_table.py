@@ -18,8 +18,8 @@ from inflight.runner.adapters import AdapterTable, Entry
 class Table(AdapterTable):
     """Loads when it is told to, on a clock that is set."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(None, limit, 16, clock=lambda: self.now)  # type: ignore[arg-type]
+    def __init__(self, limit: int, max_running: int | None = None) -> None:
+        super().__init__(None, limit, 16, max_running, clock=lambda: self.now)  # type: ignore[arg-type]
         self.now = 0.0
         self.loading: list[Entry] = []
 
@@ -144,6 +144,26 @@ def test_who_was_passed_by_others_stops_nothing() -> None:
     assert table.after(1).outcome(A) == ""
 
 
+def test_those_in_memory_take_turns_in_the_slots_of_a_gpu() -> None:
+    """One that waits for a slot makes the one drain that started last the longest ago, and is not loaded again."""
+    table = Table(limit=3, max_running=1)
+    table.loads(A)
+    table.hold(A)
+    table.after(1).start(B)
+    table.finish()
+    assert table.outcome(B) is None and table.get(B.id) is not None, "loaded, but A has the slot"
+    assert table.outcome(A) == "", "more requests with A may start at first"
+    assert table.after(1.9).outcome(A) == ""
+    assert table.after(0.2).outcome(A) is None and table.outcome(A, begun=True) == ""
+    assert table.outcome(B) is None
+    table.release(A)
+    assert table.outcome(B) == ""
+    table.hold(B)
+    assert table.outcome(A) is None and not table.loading
+    table.release(B)
+    assert table.outcome(A) == ""
+
+
 def test_a_failure_is_told_and_tried_again_for_a_later_request() -> None:
     table = Table(limit=1)
     table.start(A)
@@ -175,10 +195,10 @@ def test_answers_of_load() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(limit=st.integers(1, 3), seed=st.integers(0, 2**32))
-def test_any_order_of_requests_ends(limit: int, seed: int) -> None:
+@given(limit=st.integers(1, 3), max_running=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_any_order_of_requests_ends(limit: int, max_running: int, seed: int) -> None:
     """At most `limit` are in memory, none that runs leaves, and every request runs in the end."""
-    rng, table = random.Random(seed), Table(limit)
+    rng, table = random.Random(seed), Table(limit, max_running)
     refs = [ref_of(str(i)) for i in range(5)]
     waiting = [rng.choice(refs) for _ in range(20)]
     running: list[AdapterRef] = []
@@ -194,6 +214,7 @@ def test_any_order_of_requests_ends(limit: int, seed: int) -> None:
                 running.append(one)
                 table.hold(one)
         assert len(table._entries) <= limit
+        assert len({one.id for one in running}) <= max_running
         assert all(table.get(one.id) is not None for one in running)
         if running and rng.random() < 0.3:
             table.release(running.pop(0))

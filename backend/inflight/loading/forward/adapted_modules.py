@@ -1,8 +1,6 @@
 """Adapters of a model that runs through transformers' modules: each linear layer adds what its rows' adapters add.
 
-A layer can have an adapter if a trial shows that the model calls it with all tokens: not an expert, which gets the
-tokens that are routed to it, not a layer whose weight the model reads by itself, and not the head.  The results
-of a layer grow afterwards, in the rows that have adapters; the other rows are not touched.
+The results of a layer grow after its product, in the rows that have adapters; the other rows are not touched.
 """
 
 from __future__ import annotations
@@ -12,12 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers.pytorch_utils import Conv1D
 
 from inflight.loading.adapter_weights import Matrices
-from inflight.loading.forward.last_logits import KeepsLogits
-from inflight.loading.forward.packed_linear import PackedLinear
-from inflight.loading.quantization.coded_linear import CodedLinear
+from inflight.loading.forward.adaptable_layers import called_with_all, linears_of, module_of, sizes_of
 
 __all__ = ["AdaptedModules"]
 
@@ -39,15 +34,16 @@ class AdaptedModules:
         trial: runs the model over a few tokens, and returns how many.
     """
 
+    max_adapters: int | None = None
+    nbytes, capturable = 0, False
+
     def __init__(self, model: Any, dtype: torch.dtype, trial: Callable[[], int]) -> None:
         self.dtype = dtype
         self._rows: list[tuple[_Adapter, Tensor]] = []
         self._num_tokens = 0
-        module = _module_of(model)
-        head = module.get_output_embeddings()
-        linears = {path: layer for path, layer in module.named_modules() if layer is not head and _is_linear(layer)}
-        called = _called_with_all(linears, trial)
-        self.layers: Mapping[str, tuple[int, int]] = {path: _sizes(linears[path]) for path in called}
+        linears = linears_of(module_of(model))
+        called = called_with_all(linears, trial)
+        self.layers: Mapping[str, tuple[int, int]] = {path: sizes_of(linears[path]) for path in called}
         for path in called:
             linears[path].register_forward_hook(_Added(self, path))
 
@@ -64,6 +60,9 @@ class AdaptedModules:
             start += count
         self._rows = [(of_id[key], torch.tensor(indices)) for key, indices in tokens.items()]
         self._num_tokens = start
+
+    def expect(self, num_tokens: int) -> None:
+        pass
 
     def add(self, path: str, x: Tensor, y: Tensor) -> Tensor:
         """y [..., out_features], what the layer has computed of x [..., in_features], with what the adapters add."""
@@ -87,33 +86,3 @@ class _Added:
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         return self._adapted.add(self._path, inputs[0], output)
-
-
-def _module_of(model: Any) -> Any:
-    return model.model if isinstance(model, KeepsLogits) else model
-
-
-def _called_with_all(layers: Mapping[str, nn.Module], trial: Callable[[], int]) -> list[str]:
-    """The layers that every call of the trial gives all tokens, by position."""
-    rows: dict[str, set[int]] = {}
-
-    def noted(path: str) -> Callable[..., None]:
-        def note(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            rows.setdefault(path, set()).add(inputs[0].numel() // inputs[0].shape[-1] if inputs else 0)
-
-        return note
-
-    handles = [layer.register_forward_pre_hook(noted(path)) for path, layer in layers.items()]
-    num_tokens = trial()
-    for handle in handles:
-        handle.remove()
-    return [path for path in layers if rows.get(path) == {num_tokens}]
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    return isinstance(layer, (nn.Linear, PackedLinear, CodedLinear, Conv1D))
-
-
-def _sizes(layer: Any) -> tuple[int, int]:
-    """Inputs and outputs of a linear layer."""
-    return (layer.nx, layer.nf) if isinstance(layer, Conv1D) else (layer.in_features, layer.out_features)

@@ -16,7 +16,8 @@ Merged weights take no extra memory: the modules' parameters become views of the
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, cast
 
@@ -28,8 +29,10 @@ from inflight.loading.recognise.decoder import Decoder, decoder_of
 from inflight.loading.recognise.modules import (
     Attention,
     DecoderLayer,
+    Forward,
     GatedMlp,
     NotRecognised,
+    Projection,
     RmsNorm,
     attention,
     check,
@@ -40,7 +43,7 @@ from inflight.loading.recognise.modules import (
 )
 from inflight.ops.base import Angles, FusedOps
 
-__all__ = ["FusedDecoder", "fuse_modules"]
+__all__ = ["FusedDecoder", "fuse_modules", "projections_of"]
 
 _log = logging.getLogger(__name__)
 
@@ -81,6 +84,17 @@ class FusedDecoder:
             return Angles(cos[0], sin[0], cos.shape[-1])
         cos, sin = self.table
         return Angles(cos, sin, 2 * cos.shape[-1], position_ids[0])
+
+
+@dataclass(frozen=True)
+class _FusedModule:
+    """In place of a module's forward."""
+
+    part: Part
+    forward: Forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.forward(*args, **kwargs)
 
 
 @torch.no_grad()
@@ -161,7 +175,7 @@ def _fuse(module: nn.Module, ops: FusedOps, fused: list[nn.Module], reasons: set
             if recognise is _expected(module):
                 reasons.add(str(reason))
             continue
-        module.forward = part.as_forward(ops)
+        module.forward = _FusedModule(part, part.as_forward(ops))
         fused.append(module)
         return
     for child in module.children():
@@ -184,3 +198,26 @@ def _merge(part: Part) -> None:
         part.qkv.merge()
     elif isinstance(part, GatedMlp):
         part.gate_up.merge()
+
+
+def projections_of(model: nn.Module) -> list[Projection]:
+    """The products of several layers at once in a model that `fuse_modules` has changed."""
+    found: list[Projection] = []
+    for module in model.modules():
+        forward = vars(module).get("forward")
+        if isinstance(forward, FusedDecoder):
+            for layer in forward.decoder.layers:
+                found += _projections(layer)
+        elif isinstance(forward, _FusedModule):
+            found += _projections(forward.part)
+    return found
+
+
+def _projections(part: Part) -> Iterator[Projection]:
+    if isinstance(part, DecoderLayer):
+        yield from _projections(part.attention)
+        yield from _projections(part.mlp)
+    elif isinstance(part, Attention):
+        yield part.qkv
+    elif isinstance(part, GatedMlp):
+        yield part.gate_up

@@ -18,6 +18,9 @@ __all__ = ["NativeAdapters"]
 class NativeAdapters:
     """Implements `AdaptedModel`."""
 
+    max_adapters: int | None = None
+    nbytes, capturable = 0, False
+
     def __init__(self, decoder: NativeDecoder) -> None:
         self._decoder = decoder
         self.dtype = decoder.dtype
@@ -56,6 +59,9 @@ class NativeAdapters:
         of_row = torch.tensor([0 if adapter is None else adapter.address for adapter in adapters])
         of_token = of_row.repeat_interleave(torch.tensor(num_tokens))
         self._decoder.adapters = StepAdapters(of_token, max(adapter.inner for adapter in used), used)
+
+    def expect(self, num_tokens: int) -> None:
+        pass
 
 
 def _sizes(weight: PackedWeight) -> list[int]:

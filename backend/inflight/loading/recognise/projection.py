@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,7 @@ class Projection:
     Attributes:
         weight, bias: those of all layers, once they are merged and if they are plain.
         fp8, block_fp8, int4: all layers in one, once they are merged and if they are in fp8 or in four bits.
+        added: takes x and the outputs of all layers, and returns these with what adapters add, perhaps in place.
     """
 
     linears: Sequence[Linear]
@@ -56,9 +57,14 @@ class Projection:
     fp8: Fp8Linear | None = None
     block_fp8: BlockFp8Linear | None = None
     int4: Int4Linear | None = None
+    added: Callable[[Tensor, Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
+        y = self._product(x)
+        return self.added(x, y) if self.added is not None and isinstance(x, Tensor) else y
+
+    def _product(self, x: Tensor | QuantizedRows) -> Tensor:
         if self.fp8 is not None:
             return self.fp8(x)
         if isinstance(x, Tensor) and self.block_fp8 is not None:
