@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,31 @@ def async_llm() -> Iterator[AsyncLLM]:
     made.close()
 
 
-def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM) -> None:
+def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    has_output, is_read = threading.Event(), threading.Event()
+
     async def run(kind: RequestOutputKind) -> list[RequestOutput]:
         params = replace(GREEDY, output_kind=kind, logprobs=1, n=2)
-        return [output async for output in async_llm.generate(PROMPTS[0], params, "mine")]
+        found = []
+        async for output in async_llm.generate(PROMPTS[0], params, "mine"):
+            is_read.set()
+            found.append(output)
+        return found
 
-    cumulative, delta, final = (asyncio.run(run(kind)) for kind in RequestOutputKind)
+    step = async_llm.engine.core.step
+
+    def step_after_the_first_output() -> Any:
+        """Steps that are made before the first output is read would come with it."""
+        assert not has_output.is_set() or is_read.wait(60)
+        message = step()
+        if message.deltas:
+            has_output.set()
+        return message
+
+    with monkeypatch.context() as patch:
+        patch.setattr(async_llm.engine.core, "step", step_after_the_first_output)
+        cumulative = asyncio.run(run(RequestOutputKind.CUMULATIVE))
+    delta, final = (asyncio.run(run(kind)) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY))
     assert len(cumulative) > 1 and len(final) == 1
     assert {output.request_id for output in (*cumulative, *delta, *final)} == {"mine"}
     for index, whole in enumerate(final[0].outputs):
