@@ -15,7 +15,7 @@ from offline import make_core, run, tokens
 
 from inflight.engine.sampling_params import SamplingParams
 
-SHAPES = [(1, 16), (3, 24), (7, 30), (40, 12), (75, 20), (2, 8), (33, 20), (130, 12)]  # prompt, output tokens
+SHAPES = [(1, 30), (3, 24), (7, 40), (40, 16), (75, 30), (2, 8), (33, 33), (130, 12)]  # prompt, output tokens
 
 # Settings under which every architecture is tested; they differ in how requests are split into steps.
 SETTINGS = {
