@@ -57,7 +57,7 @@ def expected(checkpoint: str) -> dict[tuple[int, int], list[int]]:
     return {key: tokens(of_sequence) for key, of_sequence in deltas.items()}
 
 
-# Drafts of which every third is wrong with every option; none, and drafts that are all right, with some.
+# Drafts with an error at each third place for every option; without drafts, and with right ones, for some.
 IN_SHORT = [*((options, 3) for options in OPTIONS), ("roomy", 0), ("chunks", 0), ("swapped", 0), ("roomy", 10**9)]
 
 
