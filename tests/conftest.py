@@ -84,7 +84,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def same_numbers(request: pytest.FixtureRequest) -> None:
-    """Each test draws the same numbers in every run, after any other tests of its process."""
+    """Each test draws the same numbers in every run, after any others in the same process."""
     seed = zlib.crc32(request.node.nodeid.encode())
     random.seed(seed)
     if numpy := sys.modules.get("numpy"):  # a process without it does not draw from it

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -39,32 +38,13 @@ def async_llm() -> Iterator[AsyncLLM]:
     made.close()
 
 
-def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    has_output, is_read = threading.Event(), threading.Event()
-
+def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM) -> None:
     async def run(kind: RequestOutputKind) -> list[RequestOutput]:
         params = replace(GREEDY, output_kind=kind, logprobs=1, n=2)
-        found = []
-        async for output in async_llm.generate(PROMPTS[0], params, "mine"):
-            is_read.set()
-            found.append(output)
-        return found
+        return [output async for output in async_llm.generate(PROMPTS[0], params, "mine")]
 
-    step = async_llm.engine.core.step
-
-    def step_after_the_first_output() -> Any:
-        """Steps that are made before the first output is read would come with it."""
-        assert not has_output.is_set() or is_read.wait(60)
-        message = step()
-        if message.deltas:
-            has_output.set()
-        return message
-
-    with monkeypatch.context() as patch:
-        patch.setattr(async_llm.engine.core, "step", step_after_the_first_output)
-        cumulative = asyncio.run(run(RequestOutputKind.CUMULATIVE))
-    delta, final = (asyncio.run(run(kind)) for kind in (RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY))
-    assert len(cumulative) > 1 and len(final) == 1
+    cumulative, delta, final = (asyncio.run(run(kind)) for kind in RequestOutputKind)
+    assert len(final) == 1
     assert {output.request_id for output in (*cumulative, *delta, *final)} == {"mine"}
     for index, whole in enumerate(final[0].outputs):
         assert whole.finished() and whole == cumulative[-1].outputs[index]
@@ -73,6 +53,21 @@ def test_output_kinds_and_ids_of_the_caller(async_llm: AsyncLLM, monkeypatch: py
         assert [token for part in parts for token in part.token_ids] == whole.token_ids
         assert [place for part in parts for place in part.logprobs or ()] == whole.logprobs
         assert (parts[-1].finish_reason, len(whole.token_ids)) == ("length", 12)
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA])
+def test_outputs_come_while_the_request_runs(async_llm: AsyncLLM, kind: RequestOutputKind) -> None:
+    """Of so many tokens that even a starved caller sees the first ones before the last."""
+
+    async def first() -> RequestOutput:
+        outputs = async_llm.generate(PROMPTS[0], replace(GREEDY, output_kind=kind, max_tokens=2000, ignore_eos=True))
+        try:
+            return await anext(outputs)
+        finally:
+            await outputs.aclose()
+
+    output = asyncio.run(first())
+    assert 0 < len(output.outputs[0].token_ids) < 2000 and not output.finished
 
 
 def test_a_template_for_one_call(llm: LLM, async_llm: AsyncLLM) -> None:
