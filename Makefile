@@ -39,7 +39,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # With it, each of the processes that tests start would compile all that it imports: torch and transformers, for 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check style types test test-all card-env clients-env smollm2 bench profile loadtest soak docs docs-serve wheel sdist clean
+.PHONY: run check style types test test-all card-env clients-env smollm2 collected bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -73,6 +73,10 @@ $(CLIENTS)/clients.stamp: tests/clients/environments.sh $(wildcard tests/clients
 	PYTHON=$(PYTHON) $< $(CLIENTS)
 
 smollm2: $(REAL_MODEL)/config.json
+
+# Compiles the tests as pytest does: its workers would all do it, at the same time.
+collected: smollm2
+	$(BIN)/pytest --collect-only -qq -m "not nightly" >/dev/null
 
 # A folder that the environment names is made if it is missing, but never made anew.
 $(REAL_MODEL)/config.json: $(if $(INFLIGHT_SMOLLM2),,tests/support/real_model.py) | $(VENV)/test.stamp

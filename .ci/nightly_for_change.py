@@ -31,7 +31,7 @@ ROOMS = {
     "backend/inflight/grammars/": ["tests/backend/grammars"],
     "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],
-    "backend/inflight/kernels/": ["tests/backend/kernels", "tests/real_model"],
+    "backend/inflight/kernels/": ["tests/backend/kernels", "tests/real_model", "tests/gpu/test_gpu_engine.py"],
     "backend/inflight/loading/": [
         "tests/backend/loading",
         "tests/backend/test_hot_spare.py",

@@ -30,7 +30,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.xdist_group("client"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """The server.  gRPC headers named `x-...` reach the model as request parameters."""
     try:

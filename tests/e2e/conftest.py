@@ -104,11 +104,14 @@ def keeping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"INFLIGHT_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def triton(
     triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
-    """A tritonserver without models: modules load their own (`model_entries.loaded`) and leave none behind."""
+    """A tritonserver without models: modules load their own (`model_entries.loaded`) and leave none behind.
+
+    It ends with the last test of this folder: idle servers take a tenth of a core.
+    """
     repository = tmp_path_factory.mktemp("models")
     for name in ("demo", "ensemble"):
         copy_entry(repository, name)
@@ -117,14 +120,14 @@ def triton(
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def server(triton: TritonServer) -> Iterator[TritonServer]:
     """The same server with the model `demo`, which no module changes."""
     with loaded(triton, "demo"):
         yield triton
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def guarded(
     triton_installed: None, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[TritonServer]:
@@ -136,7 +139,7 @@ def guarded(
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def fleet(server: TritonServer, keeping: dict[str, str]) -> Iterator[Fleet]:
     """The server of other modules, which no test disturbs, and one to be killed."""
     fleet = Fleet(2, server, keeping)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_repository import fake_options
@@ -29,10 +31,11 @@ ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 
 
 @contextmanager
-def _inflight(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def _inflight(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """The command as a child process, stopped with SIGINT; none of its processes survives."""
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", *arguments, *ANY_PORTS]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **pipes)
     sessions: list[int] = []
     try:
         yield process
@@ -75,8 +78,8 @@ def test_the_table_shows_one_live_row_per_request(demo: TritonServer) -> None:
     assert "in the batch: 3" in drawn
 
 
-def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None) -> None:
-    with _inflight("demo") as process:
+def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None, keeping: dict[str, str]) -> None:
+    with _inflight("demo", **keeping) as process:
         assert process.stdout is not None
         printed = ""
         while "Press Ctrl-C to stop" not in printed:

@@ -185,7 +185,8 @@ def test_the_engine_uses_it_and_output_equals_generate(tmp_path: Path) -> None:
 
     path = make_checkpoint("gemma2", tmp_path)
     prompts = [[random.randrange(VOCAB) for _ in range(length)] for length in sized((1, 37, 20, 90), (1, 37))]
-    core = make_core(path, device="cuda", max_num_batched_tokens=sized(40, 30), max_num_seqs=sized(3, 2))
+    limits = dict(max_num_batched_tokens=sized(40, 30), max_num_seqs=sized(3, 2), enforce_eager=sized(False, True))
+    core = make_core(path, device="cuda", **limits)
     assert isinstance(core.runner, DeviceRunner)
     assert core.runner.info.attention_backend == "gpu"
     counts = [sized(20, 5)] * len(prompts)

@@ -38,6 +38,7 @@ def test_swapped_blocks_come_back() -> None:
     assert 0 < host.seconds_per_block() < 0.1
 
 
+@pytest.mark.usefixtures("any_kernels")
 @pytest.mark.xdist_group("memory of the GPU")
 def test_no_load_takes_more_than_the_utilization(tmp_path: Path) -> None:
     vocab_size, count = sized((32000, 300), (500, 9))

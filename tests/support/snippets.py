@@ -7,6 +7,7 @@ without running them, tests/e2e/test_doc_snippets.py runs them.
 
 from __future__ import annotations
 
+import functools
 import re
 import shlex
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ class Block:
         return f"{self.page}:{self.line}"
 
 
+@functools.cache
 def page_blocks(page: Path) -> list[Block]:
     return blocks_of(page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)))
 

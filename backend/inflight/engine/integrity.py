@@ -65,14 +65,18 @@ def check_pool(pool: KVPool, requests: Iterable[Request]) -> None:
         for block in request.block_ids[request.num_computed_tokens // pool.block_size :]:
             assert pool._ref[block] == 1, f"block {block} is written to and shared"
     assert pool.num_references == tables.total(), "block tables are miscounted"
-    for block in range(pool.num_blocks):
-        assert pool._ref[block] == tables[block], f"block {block}: {pool._ref[block]} != {tables[block]} tables"
+    counted = [0] * pool.num_blocks
+    for block, count in tables.items():
+        counted[block] = count
+    if pool._ref != counted:
+        block = next(block for block in range(pool.num_blocks) if pool._ref[block] != counted[block])
+        raise AssertionError(f"block {block}: {pool._ref[block]} != {counted[block]} tables")
     unowned = [*pool._free, *pool._cached]
-    owned = [block for block in range(pool.num_blocks) if pool._ref[block]]
+    owned = [block for block, count in enumerate(pool._ref) if count]
     assert sorted([*unowned, *owned, *pool.reserved]) == list(range(pool.num_blocks)), (
         "a block is lost or in two places"
     )
-    assert all(pool._hash_of[block] is None for block in pool._free), "a free block is in the prefix cache"
+    assert {None}.issuperset(map(pool._hash_of.__getitem__, pool._free)), "a free block is in the prefix cache"
     for block_hash, block in pool._block_of.items():
         assert pool._hash_of[block] == block_hash, f"block {block} is found under another hash"
-    assert len(pool._block_of) == sum(h is not None for h in pool._hash_of)
+    assert len(pool._block_of) == pool.num_blocks - pool._hash_of.count(None)

@@ -58,7 +58,7 @@ def card(small_card: Card, monkeypatch: pytest.MonkeyPatch) -> Card:
 
 
 def gpu_core(path: str, **options: Any) -> Any:
-    sizes = dict(max_num_seqs=64, max_num_batched_tokens=512, max_model_len=None, check_on_load=True)
+    sizes = dict(max_num_seqs=16, max_num_batched_tokens=512, max_model_len=None, check_on_load=True)
     return card_core(path, **{"kv_cache_memory": None, "enforce_eager": True, **sizes, **options})
 
 
@@ -86,8 +86,8 @@ def test_no_load_takes_more_than_the_utilization(checkpoint: str, card: Card, qu
     core = gpu_core(checkpoint, gpu_memory_utilization=0.48, quantization=quantization, dtype=DTYPES[quantization])
     limit = 0.48 * card.allocator.total
     forget_the_peak()
-    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 5 * index).tolist() for index in range(40)]
-    run(core, prompts, [busy_params(index) for index in range(40)])
+    prompts = [np.random.default_rng(index).integers(0, 4001, 20 + 10 * index).tolist() for index in range(20)]
+    run(core, prompts, [busy_params(index) for index in range(20)])
     assert peak() <= limit
     assert peak() > 0.9 * limit, "nor is memory kept back for nothing"
 
@@ -104,8 +104,8 @@ def test_a_step_of_log_probabilities_of_the_whole_vocabulary_is_in_the_plan(
     forget_the_peak()
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, logprobs=-1)
     asking = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, prompt_logprobs=-1)
-    prompts = [np.random.default_rng(index).integers(0, 4001, 30).tolist() for index in range(66)]
-    run(core, prompts, [params] * 64 + [asking] * 2)
+    prompts = [np.random.default_rng(index).integers(0, 4001, 30).tolist() for index in range(18)]
+    run(core, prompts, [params] * 16 + [asking] * 2)
     assert peak() <= memory.used + core.info.kv_bytes + memory.step
 
 
@@ -259,7 +259,7 @@ def test_too_little_memory_is_refused_by_name(checkpoint: str, card: Card) -> No
     with pytest.raises(LoadError, match=r"gpu_memory_utilization=0.9 of 100.00 MiB, less .* in use"):
         gpu_core(checkpoint)
     card.allocator.others = 80 * MIB
-    with pytest.raises(LoadError, match="a step of max_num_batched_tokens=512 and max_num_seqs=64 does not fit"):
+    with pytest.raises(LoadError, match="a step of max_num_batched_tokens=512 and max_num_seqs=16 does not fit"):
         gpu_core(checkpoint)
 
 

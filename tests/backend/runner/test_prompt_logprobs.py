@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ARCHITECTURES, VOCAB, make_checkpoint
+from nightly import ARCHITECTURES_IN_SHORT, nightly_but
 from offline import make_core, make_device_core, run, tokens
 from torch import Tensor, nn
 
@@ -25,7 +26,10 @@ def entries_of(deltas: dict[tuple[int, int], list[SequenceDelta]]) -> list[list[
     return [[entry for delta in of_one for entry in delta.prompt_logprobs or ()] for of_one in deltas.values()]
 
 
-@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "modernbert-decoder"])
+@pytest.mark.parametrize(
+    "model_type",
+    nightly_but([*ARCHITECTURES_IN_SHORT, "cohere", "modernbert-decoder"], [*ARCHITECTURES, "modernbert-decoder"]),
+)
 def test_chunks_of_logits_change_no_entry(model_type: str, tmp_path: Path, sizes: list[int]) -> None:
     """Requests with and without them in one batch, in chunks of the prompt, with as many top entries as they ask."""
     rng = random.Random(1)

@@ -98,8 +98,10 @@ class AdapterMetrics:
         self.publish()
 
     def _tell(self, now: Counter[tuple[str, str]]) -> None:
-        names = {state: ",".join(sorted(name for name, of in now if of == state)[:_MAX_LISTED]) for _, state in now}
-        wanted = names.get("running", ""), names.get("waiting", "")
+        running, waiting = (
+            ",".join(sorted(name for name, of in now if of == state)[:_MAX_LISTED]) for state in ("running", "waiting")
+        )
+        wanted = running, waiting
         # Once there are too many, the nearest of those that exist.
         for found in (wanted, (wanted[0], ""), ("", wanted[1]), ("", "")):
             if found in self._sets or len(self._sets) < _MAX_SETS or found == ("", ""):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,6 +132,23 @@ def test_thousands_of_names_make_a_bounded_number_of_metrics(monkeypatch: pytest
     assert rig.newest()["running_lora_adapters"] == "a0"
     rig.publish(*[(f"a{number}", True) for number in range(10_000)])
     assert max(len(metric.labels["running_lora_adapters"]) for metric in rig.of(INFO)) < 5000
+
+
+def test_names_are_looked_at_once_for_each_set() -> None:
+    """However many there are: a publication holds up the interpreter, and with it the streams of the stub."""
+    looks = 0
+
+    class State(str):
+        def __eq__(self, other: object) -> bool:
+            nonlocal looks
+            looks += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    rig = Rig()
+    rig.metrics._tell(Counter({(f"a{number}", State("running")): 1 for number in range(100)}))
+    assert looks <= 200
 
 
 def test_loads() -> None:
