@@ -23,24 +23,13 @@ from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.engine.messages import EngineReady
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.worker import Engine, serve, settle_garbage_collector
+from inflight_tools.simulator.engine import SimulatedInfo
 
 TOKEN = 300  # of the demo model's vocabulary: a few letters
 
 
-class Info:
-    max_model_len = 2048
-    vocab_size = 2560
-    eos_token_ids = (0,)
-    num_blocks = 8192
-    num_host_blocks = 0
-    swap_seconds_per_block = 0.0
-    choices = ()
-    grammars = None
-    tiers = None
-
-
 class IdleRunner:
-    info = Info()
+    info = SimulatedInfo(max_model_len=2048, vocab_size=2560, num_blocks=8192, eos_token_ids=[0])
     draft_runner = None
     num_collected_first = 0
 
@@ -69,9 +58,17 @@ def main() -> None:
     config = msgspec.msgpack.decode(connection.recv_bytes(), type=EngineConfig)
     heartbeat = Heartbeat(args.heartbeat_fd, config.max_num_seqs)
     core = make_core(config, IdleRunner(args.step_ms / 1e3), listeners=[HeartbeatListener(heartbeat)])
-    info = Info()
+    info = IdleRunner.info
     ready = EngineReady(
-        info.max_model_len, info.vocab_size, [0], info.num_blocks, config.block_size, "none", args.device, "none", 0.0
+        info.max_model_len,
+        info.vocab_size,
+        info.eos_token_ids,
+        info.num_blocks,
+        config.block_size,
+        "none",
+        args.device,
+        "none",
+        0.0,
     )
     if args.shared:
         owner.send(ready)
