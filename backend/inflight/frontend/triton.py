@@ -55,8 +55,8 @@ _SMALL_BYTES = 64 * 1024
 _heap = HeapTrim()
 
 
-def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
-    return sum(sum(map(len, a.flat)) if a.dtype == np.object_ else a.nbytes for a in outputs.values())
+def _num_bytes(array: np.ndarray) -> int:
+    return sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
 
 
 class TritonResponder:
@@ -92,11 +92,12 @@ class TritonResponder:
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send the outputs; raises if Triton does not accept them."""
-        if self._wanted is not None:
-            outputs = {name: array for name, array in outputs.items() if name in self._wanted}
-        tensors = [self._tensors.tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
+        tensors, num_bytes = [], 0
+        for name, array in outputs.items():
+            if self._wanted is None or name in self._wanted:
+                num_bytes += _num_bytes(array)
+                tensors.append(self._tensors.tensor(name, self._laid_out(name, array) if self._layout else array))
         response = pb_utils.InferenceResponse(tensors)
-        num_bytes = _num_bytes(outputs)
         whole = final and num_bytes <= _SMALL_BYTES
         if not whole:
             self._sender.send(response, flags=0)
