@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.output.inbox import is_one_token
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.request.resume import SequenceEnd
 from inflight.frontend.text.tokenizer import Tokenizer
@@ -61,6 +63,19 @@ def make_request(
         separate=separate,
         name=name,
     )
+
+
+def step_message(deltas: Iterable[SequenceDelta], stats: StepStats, **fields: Any) -> StepMessage:
+    """The message of a step with these deltas; single tokens are columns, as the engine sends them."""
+    full, columns = [], TokenColumns([], [], [])
+    for delta in deltas:
+        if is_one_token(delta):
+            columns.request_ids.append(delta.request_id)
+            columns.indices.append(delta.index)
+            columns.token_ids.extend(delta.token_ids)
+        else:
+            full.append(delta)
+    return StepMessage(full, stats, columns, **fields)
 
 
 @dataclass

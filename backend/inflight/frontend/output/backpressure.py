@@ -53,7 +53,7 @@ class Backpressure:
 
     def took(self, stream: RequestState) -> None:
         """A delta was added to the stream's inbox."""
-        if len(stream.inbox) > self._limit and not stream.paused and stream.last_act is None:
+        if stream.inbox.num_waiting > self._limit and not stream.paused and stream.last_act is None:
             stream.paused, stream.stopped = True, False
             self._engine.abort(stream.request_id)
             answer = self._engine.ask(GetStats())

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -110,6 +111,7 @@ class OutputProcessor:
         self._interval = interval
         self._pacing = pacing
         self._streams: dict[int, RequestState] = {}
+        self._streaming: set[int] = set()  # those of them whose clients get responses before the last
         self._queue = SendQueue()
         self._replay = Replay(
             engine, self._streams, self._fail, stats.resubmitted, max_replays, self._run_behind_output, self._run_later
@@ -261,21 +263,34 @@ class OutputProcessor:
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
     def _take(self, received: float, message: StepMessage) -> None:
-        streaming = set()
-        for delta in message.deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is None:  # it has ended here, and the engine does not know yet
-                continue
-            stream.inbox.append(delta)
-            self._backpressure.took(stream)
-            if stream.request.stream:
-                streaming.add(stream)
-            if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
-                self._queue.add(stream)
-        if self._pacing is not None and streaming:
-            self._pacing.step(len(streaming))
+        streams, tokens, pacing = self._streams, message.tokens, self._pacing
+        most_waiting = 0 if pacing is None else pacing.most_tokens
+        for delta in message.full_deltas:
+            stream = streams.get(delta.request_id)
+            if stream is not None:  # else it has ended here, and the engine does not know yet
+                stream.inbox.add(delta)
+                self._took(stream, received, delta.finish_reason is not None)
+        for request_id, index, token_id in zip(tokens.request_ids, tokens.indices, tokens.token_ids):
+            stream = streams.get(request_id)
+            if stream is not None:
+                inbox = stream.inbox
+                inbox.add_token(index, token_id)
+                if received >= stream.early or inbox.num_waiting >= most_waiting:
+                    self._took(stream, received, False)
+        if pacing is not None:
+            ids = chain(tokens.request_ids, [delta.request_id for delta in message.full_deltas])
+            if count := len(self._streaming.intersection(ids)):
+                pacing.step(count)
         self._replay.took(message)
-        self._stats.step(message, received, self._streams)
+        self._stats.step(message, received, streams)
+
+    def _took(self, stream: RequestState, received: float, ends: bool) -> None:
+        """Output of a stream has arrived: it gets a turn now, or when its next response is due."""
+        self._backpressure.took(stream)
+        if ends or not stream.may_wait or not self._hold(stream, received):
+            self._queue.add(stream)
+        elif self._pacing is not None:
+            stream.early = self._pacing.early(stream)
 
     def _hold(self, stream: RequestState, now: float) -> bool:
         """Whether the stream's next response is not due yet; if so, the stream gets a turn when it is."""
@@ -360,12 +375,14 @@ class OutputProcessor:
         for number, sequences in enumerate(parts, 1):
             stream.responder.send(stream.outputs(sequences), final and number == len(parts))
         stream.sent()
-        stream.sent_time, stream.due = time.monotonic(), 0.0
+        stream.sent_time, stream.due, stream.early = time.monotonic(), 0.0, 0.0
         if self._pacing is not None:
             self._pacing.sent(stream.sent_time - start)
 
     def _register(self, stream: RequestState) -> None:
         self._streams[stream.request_id] = stream
+        if stream.request.stream:
+            self._streaming.add(stream.request_id)
         if stream.finished:
             self._queue.add(stream)
         else:
@@ -376,6 +393,7 @@ class OutputProcessor:
         stream.last_act = None  # it refers to the stream, which is to go with its last reference
         self._queue.forget(stream)
         del self._streams[stream.request_id]
+        self._streaming.discard(stream.request_id)
         self._replay.ended(stream.request_id)
         self._open_limit.give_back(len(stream.sequences))
 

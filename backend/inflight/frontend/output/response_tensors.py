@@ -130,13 +130,14 @@ class SequenceOutput:
             self._flush()
         self.ended = self.finish_reason is not None
 
-    def can_join(self, token_id: int) -> bool:
-        """Whether `advance_each` takes this token with others at the cost of about one."""
-        return self._stop is None and not self.ended and self._detokenizer.can_join(token_id)
-
     def advance_each(self, token_ids: list[int]) -> None:
-        """`advance` with one delta for each of these tokens, which has nothing else; all of them `can_join`."""
-        self.text += self._detokenizer.push_each(token_ids)
+        """`advance` with one delta for each of these tokens, which has nothing else."""
+        if self.ended:
+            return
+        if self._stop is None:
+            self.text += self._detokenizer.push_each(token_ids)
+        elif (cut := self._push_until_stop(token_ids, self._stop)) is not None:
+            token_ids, self.finish_reason, self.ended = token_ids[:cut], "stop", True
         self._count(token_ids)
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
@@ -253,9 +254,6 @@ class _NoText:
 
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
-
-    def can_join(self, token_id: int) -> bool:
-        return True
 
     def push_each(self, token_ids: Sequence[int]) -> str:
         return ""

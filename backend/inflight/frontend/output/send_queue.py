@@ -62,6 +62,7 @@ class SendQueue:
         while self._held and self._held[0][0] <= now:
             due, stream = self._held.popleft()
             if stream.due == due and not stream.closed:
+                stream.early = 0.0
                 self._scheduler.add(stream)
         return self._scheduler.take()
 

@@ -80,10 +80,6 @@ class IncrementalDetokenizer:
         self._window, self._prefix = [token_ids[-1]], texts[-1]
         return "".join(texts)
 
-    def can_join(self, token_id: int) -> bool:
-        """Whether the token is whole characters: `push_each` takes such tokens at the cost of one."""
-        return bool(self._whole_texts[token_id])
-
     def push_each(self, token_ids: Sequence[int]) -> str:
         """The text of pushing each of these tokens alone, usually with the work of one push.
 

@@ -25,6 +25,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.deltas import SequenceDelta
 from inflight.engine.messages import AddRequest
 from inflight.frontend.output.backpressure import Backpressure
+from inflight.frontend.output.inbox import Inbox
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.grammars.spec import GrammarSpec
 
@@ -48,7 +49,11 @@ def slow_down(rig: SupervisorRig, seconds: float) -> None:
             time.sleep(seconds)
             advance(delta)
 
-        sequence.advance, sequence.can_join = slow, lambda token_id: False
+        def slow_each(token_ids: list[int], advance_each=sequence.advance_each) -> None:
+            time.sleep(seconds * len(token_ids))
+            advance_each(token_ids)
+
+        sequence.advance, sequence.advance_each = slow, slow_each
 
 
 def paused(rig: SupervisorRig) -> bool:
@@ -61,15 +66,18 @@ def test_a_stream_is_submitted_again_only_after_the_engines_answer() -> None:
     engine = SimpleNamespace(abort=lambda request_id: None, ask=lambda question: answer)
     submitted: list[str] = []
     backpressure = Backpressure(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
+    inbox = Inbox()
+    for token in (1, 2, 3):
+        inbox.add_token(0, token)
     flags = dict.fromkeys(("paused", "stopped", "closed"), False)
     stream: Any = SimpleNamespace(
-        inbox=[1, 2, 3], request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
+        inbox=inbox, request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
     )
     backpressure.took(stream)
     stream.inbox.clear()
     backpressure.served(stream)
     assert (stream.paused, submitted) == (True, []), "deltas may be on their way"
-    stream.inbox.append(4)
+    stream.inbox.add_token(0, 4)
     answer.set_result(b"")
     assert submitted == [], "one came"
     stream.inbox.clear()
@@ -170,7 +178,11 @@ def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
                 assert may_go_on.acquire(timeout=30)
                 advance(delta)
 
-            sequence.advance, sequence.can_join = gated, lambda token_id: False
+            def gated_each(token_ids: list[int], advance_each=sequence.advance_each) -> None:
+                assert all(may_go_on.acquire(timeout=30) for _ in token_ids)
+                advance_each(token_ids)
+
+            sequence.advance, sequence.advance_each = gated, gated_each
     num_deltas = 0
     while not client.ended.is_set():
         engine.take_messages()

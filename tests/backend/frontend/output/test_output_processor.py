@@ -11,15 +11,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request
+from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request, step_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import AddRequest, StepMessage
+from inflight.engine.messages import AddRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.output import inbox
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import Pacing
 from inflight.frontend.output.request_state import RequestState
@@ -84,7 +85,7 @@ class Rig:
         return client
 
     def step(self, *deltas: SequenceDelta, failed: Sequence[RequestFailed] = ()) -> None:
-        self.streams.on_step(StepMessage(list(deltas), STATS, failed=list(failed)))
+        self.streams.on_step(step_message(deltas, STATS, failed=list(failed)))
 
     def settle(self) -> None:
         """Wait until the sender has handled all that came so far."""
@@ -779,18 +780,19 @@ def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
 
 
 @pytest.mark.parametrize("end", ["its last token", "an error"])
-def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
+def test_a_costly_stream_does_not_hold_the_others(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MOST_TOKENS", 1)
     rig = Rig()
     costly, cheap = rig.open("return_token_ids", max_tokens=100), rig.open()
     rig.settle()
     sequence = rig.streams._streams[1].sequences[0]
-    advance = sequence.advance
+    advance_each = sequence.advance_each
 
-    def slow(delta: SequenceDelta) -> None:
+    def slow(token_ids: list[int]) -> None:
         time.sleep(0.01)  # more than a slice
-        advance(delta)
+        advance_each(token_ids)
 
-    sequence.advance, sequence.can_join = slow, lambda token_id: False  # type: ignore[method-assign]
+    sequence.advance_each = slow  # type: ignore[method-assign]
     rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
     rig.feed(IDS, request_id=2)
     if end == "an error":
