@@ -56,7 +56,7 @@ _heap = HeapTrim()
 
 
 def _num_bytes(array: np.ndarray) -> int:
-    return sum(map(len, array.ravel().tolist())) if array.dtype.hasobject else array.nbytes
+    return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes
 
 
 class TritonResponder:

@@ -66,8 +66,9 @@ class Backpressure:
 
     def served(self, stream: RequestState) -> None:
         """The stream had its turn."""
-        ends = stream.closed or stream.end_time is not None or stream.last_act is not None
-        if not stream.paused or not stream.stopped or stream.inbox or ends:
+        if not stream.paused or not stream.stopped or stream.inbox:
+            return
+        if stream.closed or stream.end_time is not None or stream.last_act is not None:
             return
         stream.paused = False
         request = stream.rest()
