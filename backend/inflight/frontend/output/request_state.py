@@ -115,7 +115,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all([sequence.ended for sequence in self.sequences])
+        return all(sequence.ended for sequence in self.sequences)
 
     @property
     def unfinished(self) -> list[int]:
