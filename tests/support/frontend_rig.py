@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,9 @@ class RecordingClient:
     broken: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Event = field(default_factory=threading.Event)
+
+    def prepare(self, outputs: dict[str, np.ndarray], final: bool) -> Callable[[], None]:
+        return partial(self.send, outputs, final)
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         assert not self.finals, "a response after FINAL"

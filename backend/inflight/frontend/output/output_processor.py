@@ -32,6 +32,7 @@ from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
 from inflight.frontend.output.open_limit import OpenLimit
+from inflight.frontend.output.outbox import Outbox
 from inflight.frontend.output.pacing import Pacing
 from inflight.frontend.output.request_state import RequestState
 from inflight.frontend.output.send_queue import SLICE, SendQueue
@@ -40,6 +41,9 @@ from inflight.frontend.responder import Responder
 from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
+
+# Turns whose responses are made before they are sent, and seconds after which no other turn is added.
+_MOST_TURNS, _TURNS_SECONDS = 16, 0.001
 
 
 class EngineClient(Resubmitter, Protocol):
@@ -113,6 +117,7 @@ class OutputProcessor:
         self._streams: dict[int, RequestState] = {}
         self._streaming: set[int] = set()  # those of them whose clients get responses before the last
         self._queue = SendQueue()
+        self._outbox = Outbox(self._sent, self._broke)
         self._replay = Replay(
             engine, self._streams, self._fail, stats.resubmitted, max_replays, self._run_behind_output, self._run_later
         )
@@ -254,7 +259,7 @@ class OutputProcessor:
         try:
             return self._events.get(timeout=self._queue.idle_seconds(time.monotonic()))
         except Empty:
-            return self._serve_next
+            return self._serve_until_event
 
     def _run_event(self, event: Callable[[], None]) -> None:
         try:
@@ -301,9 +306,20 @@ class OutputProcessor:
 
     def _serve_until_event(self) -> None:
         """Serve streams until an event arrives or none is waiting for a turn."""
-        self._serve_next()
+        self._serve_some()
         while self._queue.is_busy and self._events.empty():
-            self._serve_next()
+            self._serve_some()
+
+    def _serve_some(self) -> None:
+        """Give streams their turns, and then send the responses that were made."""
+        late = time.monotonic() + _TURNS_SECONDS
+        try:
+            for _ in range(_MOST_TURNS):
+                self._serve_next()
+                if not self._queue.is_busy or time.monotonic() >= late:
+                    break
+        finally:
+            self._outbox.send_all()
 
     def _serve_next(self) -> None:
         """Serve the next stream once.  Streams that have ended are served first, once the metrics include them."""
@@ -327,7 +343,7 @@ class OutputProcessor:
             if stream.inbox:
                 self._queue.add(stream)
         while self._queue.is_busy:
-            self._serve_next()
+            self._serve_some()
 
     def _guarded(self, action: Callable[[RequestState], None], stream: RequestState) -> None:
         if stream.closed:
@@ -335,12 +351,11 @@ class OutputProcessor:
         try:
             action(stream)
         except BaseException as error:  # a bug, a panic or a lost client must end no other stream
-            self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
-            self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
+            self._broke(stream, error)
 
     def _advance(self, stream: RequestState) -> None:
         if stream.end_time is not None:
-            return self._end(stream) if stream.settled else None
+            return self._send(stream, final=True) if stream.settled else None
         for index in stream.take_inbox(SLICE):
             self._engine.abort(stream.request_id, index)
         if stream.first_token_time is None and (stream.num_output_tokens or stream.pooled is not None):
@@ -364,20 +379,29 @@ class OutputProcessor:
         self._queue.finish(stream)
         self._stats.finished(stream)
 
-    def _end(self, stream: RequestState) -> None:
-        self._send(stream, final=True)
-        self._close(stream)
-        self._engine.release(stream.request_id)
-
     def _send(self, stream: RequestState, final: bool) -> None:
-        start = time.monotonic()
-        parts = stream.parts(final)
+        """Make the responses of a turn; they are sent behind it (`_serve_some`)."""
+        start, parts, sends = time.monotonic(), stream.parts(final), []
         for number, sequences in enumerate(parts, 1):
-            stream.responder.send(stream.outputs(sequences), final and number == len(parts))
+            sends.append(stream.responder.prepare(stream.outputs(sequences), final and number == len(parts)))
         stream.sent()
         stream.sent_time, stream.due, stream.early = time.monotonic(), 0.0, 0.0
+        self._outbox.add(stream, sends, stream.sent_time - start, final)
+
+    def _sent(self, stream: RequestState, made_seconds: float, sent_seconds: float, final: bool) -> None:
         if self._pacing is not None:
-            self._pacing.sent(stream.sent_time - start)
+            self._pacing.sent(made_seconds + sent_seconds)
+        if final:
+            self._close(stream)
+            self._engine.release(stream.request_id)
+        else:
+            self._queue.charge_more(stream, sent_seconds)
+
+    def _broke(self, stream: RequestState, error: BaseException) -> None:
+        """A bug, a panic or a lost client: the stream ends with an error."""
+        self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
+        failure = RequestError("INTERNAL", f"{type(error).__name__}: {error}")
+        self._run_event(partial(self._fail, stream.request_id, failure, "failed"))
 
     def _register(self, stream: RequestState) -> None:
         self._streams[stream.request_id] = stream
@@ -421,6 +445,7 @@ class OutputProcessor:
         if stream is not None and stream.due:  # output is waiting for its due time
             stream.due = 0.0
             self._guarded(self._send_output, stream)
+        self._outbox.send_all()  # what was made comes before the error
         if stream is None or stream.closed:
             return
         self._close(stream)

@@ -70,6 +70,10 @@ class SendQueue:
         """Its turn took `seconds`."""
         self._scheduler.charge(stream, seconds)
 
+    def charge_more(self, stream: RequestState, seconds: float) -> None:
+        """The responses of its turn took `seconds` to send."""
+        self._scheduler.charge_more(stream, seconds)
+
     def forget(self, stream: RequestState) -> None:
         """It has ended."""
         self._scheduler.forget(stream)
