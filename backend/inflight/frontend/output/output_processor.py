@@ -43,7 +43,7 @@ from inflight.frontend.text.tokenizer import Tokenizer
 __all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
 
 # Turns whose responses are made before they are sent, and seconds after which no other turn is added.
-_MOST_TURNS, _TURNS_SECONDS = 16, 0.001
+_MOST_TURNS, _TURNS_SECONDS = 16, 0.002
 
 
 class EngineClient(Resubmitter, Protocol):
