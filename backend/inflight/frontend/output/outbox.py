@@ -26,8 +26,8 @@ class Outbox:
     sends finds its data and instructions gone from the core's caches, and takes several times as long.
 
     Args:
-        sent: called for each turn whose responses were sent: its stream, the seconds that they took to make, those that
-            they took to send, and whether they were the last ones.
+        sent: called for each turn whose responses were sent: its stream, the seconds of making and of sending them, and
+            whether they were the last ones.
         failed: called for a turn that could not be sent; raises nothing, and nothing more of the stream is sent.
     """
 

@@ -2,8 +2,8 @@
 
 The sender thread owns every stream: it takes deltas, detokenises, finds stop strings and sends.
 Streams with new output take turns (`stream_scheduler.py`), each for a slice of time: a costly stream falls
-behind, and the others do not.  The deltas that it missed go into one response.  The cancellation thread
-finds streams that must end early.
+behind, and the others do not.  The deltas that it missed go into one response.  The responses of several
+turns are sent in a row (`outbox.py`).  The cancellation thread finds streams that must end early.
 
     reader thread --on_step--> events --> sender thread --> Triton
     execute ------open/reject---^   ^---- cancellation thread (cancelled, deadline passed)

@@ -83,5 +83,5 @@ class Pacing:
         return stream.sent_time + _LATEST * self.wait
 
     def early(self, stream: PacedStream) -> float:
-        """Until when further tokens wait with those that have waited, in seconds of `time.monotonic()`."""
+        """Until when further tokens of a stream that waits can wait, too, in seconds of `time.monotonic()`."""
         return stream.sent_time + _EARLIEST * self.wait
