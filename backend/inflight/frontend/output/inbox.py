@@ -24,7 +24,7 @@ class TokenRun(msgspec.Struct, gc=False):
 class Inbox:
     """The output of a stream's sequences, in the order of each.
 
-    Most of it is single tokens.  Those that wait together are one entry, so that a token costs one item of a list.
+    Most of it is single tokens.  Tokens that wait together are one entry, so that each costs one item of a list.
 
     Attributes:
         num_waiting: deltas in it; each token of a run counts as one.

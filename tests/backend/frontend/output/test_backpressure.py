@@ -94,7 +94,7 @@ def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: Su
         submit(requests, *flags, **named),
     )
     client = rig.open(orders="delay=0.001", n=n, max_tokens=100)
-    slow_down(rig, 0.004)
+    slow_down(rig, 0.02 / n)  # longer than a step even where others use the cores
     assert client.wait().error is None
     counts: list[list[int]] = [[] for _ in range(n)]
     for response in client.responses:
@@ -119,7 +119,7 @@ def test_an_engine_that_dies_while_a_stream_is_paused_costs_no_token(rig: Superv
 
 def test_a_paused_stream_can_be_cancelled(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.001", max_tokens=100)
-    slow_down(rig, 0.004)
+    slow_down(rig, 0.02)
     wait_for(lambda: paused(rig))
     client.cancelled = True
     assert client.wait().error == ("CANCELLED", "Request was cancelled")
