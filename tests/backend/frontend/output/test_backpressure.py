@@ -24,6 +24,7 @@ from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import SequenceDelta
 from inflight.engine.messages import AddRequest
+from inflight.frontend.output import inbox as inbox_module
 from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.inbox import Inbox
 from inflight.frontend.output.output_processor import OutputProcessor
@@ -33,7 +34,10 @@ LIMIT = 20
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorRig]:
+    monkeypatch.setattr(
+        inbox_module, "MOST_TOKENS", 1
+    )  # of a turn: the backlog is noticed at once
     rig = SupervisorRig(tmp_path / "control.json").start()
     rig.streams._backpressure = Backpressure(rig.supervisor, rig.streams._events.put, rig.streams._replay.again, LIMIT)
     yield rig
@@ -94,7 +98,7 @@ def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: Su
         submit(requests, *flags, **named),
     )
     client = rig.open(orders="delay=0.001", n=n, max_tokens=100)
-    slow_down(rig, 0.02 / n)  # longer than a step even where others use the cores
+    slow_down(rig, 0.004)
     assert client.wait().error is None
     counts: list[list[int]] = [[] for _ in range(n)]
     for response in client.responses:
@@ -119,7 +123,7 @@ def test_an_engine_that_dies_while_a_stream_is_paused_costs_no_token(rig: Superv
 
 def test_a_paused_stream_can_be_cancelled(rig: SupervisorRig) -> None:
     client = rig.open(orders="delay=0.001", max_tokens=100)
-    slow_down(rig, 0.02)
+    slow_down(rig, 0.004)
     wait_for(lambda: paused(rig))
     client.cancelled = True
     assert client.wait().error == ("CANCELLED", "Request was cancelled")
