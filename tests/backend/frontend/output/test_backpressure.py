@@ -35,9 +35,7 @@ LIMIT = 20
 
 @pytest.fixture
 def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorRig]:
-    monkeypatch.setattr(
-        inbox_module, "MOST_TOKENS", 1
-    )  # of a turn: the backlog is noticed at once
+    monkeypatch.setattr(inbox_module, "MOST_TOKENS", 1)  # of a turn: the backlog is noticed at once
     rig = SupervisorRig(tmp_path / "control.json").start()
     rig.streams._backpressure = Backpressure(rig.supervisor, rig.streams._events.put, rig.streams._replay.again, LIMIT)
     yield rig
