@@ -5,15 +5,18 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from inflight.engine.messages import AddRequest
+from inflight.engine.deltas import SequenceDelta, StepStats, TokenColumns
+from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.output.inbox import is_one_token
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.request.resume import SequenceEnd
 from inflight.frontend.text.tokenizer import Tokenizer
@@ -63,6 +66,19 @@ def make_request(
     )
 
 
+def step_message(deltas: Iterable[SequenceDelta], stats: StepStats, **fields: Any) -> StepMessage:
+    """The message of a step with these deltas; single tokens are columns, as the engine sends them."""
+    full, columns = [], TokenColumns([], [], [])
+    for delta in deltas:
+        if is_one_token(delta):
+            columns.request_ids.append(delta.request_id)
+            columns.indices.append(delta.index)
+            columns.token_ids.extend(delta.token_ids)
+        else:
+            full.append(delta)
+    return StepMessage(full, stats, columns, **fields)
+
+
 @dataclass
 class RecordingClient:
     """A `Responder` that records, and checks that nothing follows the FINAL flag."""
@@ -74,6 +90,9 @@ class RecordingClient:
     broken: bool = False
     ended: threading.Event = field(default_factory=threading.Event)
     arrived: threading.Event = field(default_factory=threading.Event)
+
+    def prepare(self, outputs: dict[str, np.ndarray], final: bool) -> Callable[[], None]:
+        return partial(self.send, outputs, final)
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         assert not self.finals, "a response after FINAL"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -13,6 +14,9 @@ __all__ = ["Responder"]
 
 class Responder(Protocol):
     """Sends responses to one client."""
+
+    def prepare(self, outputs: dict[str, np.ndarray], final: bool) -> Callable[[], None]:
+        """Make a response; the function that is returned does the rest of `send`."""
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send one response; `final` is the FINAL flag.  Raises if the client cannot be reached."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import json
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,8 @@ _SMALL_BYTES = 64 * 1024
 _heap = HeapTrim()
 
 
-def _num_bytes(outputs: dict[str, np.ndarray]) -> int:
-    return sum(sum(map(len, a.flat)) if a.dtype == np.object_ else a.nbytes for a in outputs.values())
+def _num_bytes(array: np.ndarray) -> int:
+    return sum(map(len, array.flat)) if array.dtype.hasobject else array.nbytes
 
 
 class TritonResponder:
@@ -92,11 +93,18 @@ class TritonResponder:
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         """Send the outputs; raises if Triton does not accept them."""
-        if self._wanted is not None:
-            outputs = {name: array for name, array in outputs.items() if name in self._wanted}
-        tensors = [self._tensors.tensor(name, self._laid_out(name, array)) for name, array in outputs.items()]
-        response = pb_utils.InferenceResponse(tensors)
-        num_bytes = _num_bytes(outputs)
+        self.prepare(outputs, final)()
+
+    def prepare(self, outputs: dict[str, np.ndarray], final: bool) -> Callable[[], None]:
+        """Make the response; the function that is returned sends it."""
+        tensors, num_bytes = [], 0
+        for name, array in outputs.items():
+            if self._wanted is None or name in self._wanted:
+                num_bytes += _num_bytes(array)
+                tensors.append(self._tensors.tensor(name, self._laid_out(name, array) if self._layout else array))
+        return partial(self._send_response, pb_utils.InferenceResponse(tensors), num_bytes, final)
+
+    def _send_response(self, response: Any, num_bytes: int, final: bool) -> None:
         whole = final and num_bytes <= _SMALL_BYTES
         if not whole:
             self._sender.send(response, flags=0)

@@ -53,7 +53,7 @@ class Backpressure:
 
     def took(self, stream: RequestState) -> None:
         """A delta was added to the stream's inbox."""
-        if len(stream.inbox) > self._limit and not stream.paused and stream.last_act is None:
+        if stream.inbox.num_waiting > self._limit and not stream.paused and stream.last_act is None:
             stream.paused, stream.stopped = True, False
             self._engine.abort(stream.request_id)
             answer = self._engine.ask(GetStats())
@@ -66,8 +66,9 @@ class Backpressure:
 
     def served(self, stream: RequestState) -> None:
         """The stream had its turn."""
-        ends = stream.closed or stream.end_time is not None or stream.last_act is not None
-        if not stream.paused or not stream.stopped or stream.inbox or ends:
+        if not stream.paused or not stream.stopped or stream.inbox:
+            return
+        if stream.closed or stream.end_time is not None or stream.last_act is not None:
             return
         stream.paused = False
         request = stream.rest()

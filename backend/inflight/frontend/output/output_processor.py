@@ -2,8 +2,8 @@
 
 The sender thread owns every stream: it takes deltas, detokenises, finds stop strings and sends.
 Streams with new output take turns (`stream_scheduler.py`), each for a slice of time: a costly stream falls
-behind, and the others do not.  The deltas that it missed go into one response.  The cancellation thread
-finds streams that must end early.
+behind, and the others do not.  The deltas that it missed go into one response.  The responses of several
+turns are sent in a row (`outbox.py`).  The cancellation thread finds streams that must end early.
 
     reader thread --on_step--> events --> sender thread --> Triton
     execute ------open/reject---^   ^---- cancellation thread (cancelled, deadline passed)
@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from functools import partial
+from itertools import chain
 from queue import Empty, SimpleQueue
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
 from inflight.frontend.output.open_limit import OpenLimit
+from inflight.frontend.output.outbox import Outbox
 from inflight.frontend.output.pacing import Pacing
 from inflight.frontend.output.request_state import RequestState
 from inflight.frontend.output.send_queue import SLICE, SendQueue
@@ -39,6 +41,9 @@ from inflight.frontend.responder import Responder
 from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
+
+# Turns whose responses are made before they are sent, and seconds after which no other turn is added.
+_MOST_TURNS, _TURNS_SECONDS = 16, 0.002
 
 
 class EngineClient(Resubmitter, Protocol):
@@ -110,7 +115,9 @@ class OutputProcessor:
         self._interval = interval
         self._pacing = pacing
         self._streams: dict[int, RequestState] = {}
+        self._streaming: set[int] = set()  # those of them whose clients get responses before the last
         self._queue = SendQueue()
+        self._outbox = Outbox(self._sent, self._broke)
         self._replay = Replay(
             engine, self._streams, self._fail, stats.resubmitted, max_replays, self._run_behind_output, self._run_later
         )
@@ -252,7 +259,7 @@ class OutputProcessor:
         try:
             return self._events.get(timeout=self._queue.idle_seconds(time.monotonic()))
         except Empty:
-            return self._serve_next
+            return self._serve_until_event
 
     def _run_event(self, event: Callable[[], None]) -> None:
         try:
@@ -261,21 +268,34 @@ class OutputProcessor:
             self._log_error(f"in the sender thread: {type(error).__name__}: {error}")
 
     def _take(self, received: float, message: StepMessage) -> None:
-        streaming = set()
-        for delta in message.deltas:
-            stream = self._streams.get(delta.request_id)
-            if stream is None:  # it has ended here, and the engine does not know yet
-                continue
-            stream.inbox.append(delta)
-            self._backpressure.took(stream)
-            if stream.request.stream:
-                streaming.add(stream)
-            if delta.finish_reason is not None or not stream.may_wait or not self._hold(stream, received):
-                self._queue.add(stream)
-        if self._pacing is not None and streaming:
-            self._pacing.step(len(streaming))
+        streams, tokens, pacing = self._streams, message.tokens, self._pacing
+        most_waiting = 0 if pacing is None else pacing.most_tokens
+        for delta in message.full_deltas:
+            stream = streams.get(delta.request_id)
+            if stream is not None:  # else it has ended here, and the engine does not know yet
+                stream.inbox.add(delta)
+                self._took(stream, received, delta.finish_reason is not None)
+        for request_id, index, token_id in zip(tokens.request_ids, tokens.indices, tokens.token_ids):
+            stream = streams.get(request_id)
+            if stream is not None:
+                inbox = stream.inbox
+                inbox.add_token(index, token_id)
+                if received >= stream.early or inbox.num_waiting >= most_waiting:
+                    self._took(stream, received, False)
+        if pacing is not None:
+            ids = chain(tokens.request_ids, [delta.request_id for delta in message.full_deltas])
+            if count := len(self._streaming.intersection(ids)):
+                pacing.step(count)
         self._replay.took(message)
-        self._stats.step(message, received, self._streams)
+        self._stats.step(message, received, streams)
+
+    def _took(self, stream: RequestState, received: float, ends: bool) -> None:
+        """Output of a stream has arrived: it gets a turn now, or when its next response is due."""
+        self._backpressure.took(stream)
+        if ends or not stream.may_wait or not self._hold(stream, received):
+            self._queue.add(stream)
+        elif self._pacing is not None:
+            stream.early = self._pacing.early(stream)
 
     def _hold(self, stream: RequestState, now: float) -> bool:
         """Whether the stream's next response is not due yet; if so, the stream gets a turn when it is."""
@@ -286,9 +306,20 @@ class OutputProcessor:
 
     def _serve_until_event(self) -> None:
         """Serve streams until an event arrives or none is waiting for a turn."""
-        self._serve_next()
+        self._serve_some()
         while self._queue.is_busy and self._events.empty():
-            self._serve_next()
+            self._serve_some()
+
+    def _serve_some(self) -> None:
+        """Give streams their turns, and then send the responses that were made."""
+        late = time.monotonic() + _TURNS_SECONDS
+        try:
+            for _ in range(_MOST_TURNS):
+                self._serve_next()
+                if not self._queue.is_busy or time.monotonic() >= late:
+                    break
+        finally:
+            self._outbox.send_all()
 
     def _serve_next(self) -> None:
         """Serve the next stream once.  Streams that have ended are served first, once the metrics include them."""
@@ -312,7 +343,7 @@ class OutputProcessor:
             if stream.inbox:
                 self._queue.add(stream)
         while self._queue.is_busy:
-            self._serve_next()
+            self._serve_some()
 
     def _guarded(self, action: Callable[[RequestState], None], stream: RequestState) -> None:
         if stream.closed:
@@ -320,12 +351,11 @@ class OutputProcessor:
         try:
             action(stream)
         except BaseException as error:  # a bug, a panic or a lost client must end no other stream
-            self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
-            self._fail(stream.request_id, RequestError("INTERNAL", f"{type(error).__name__}: {error}"), "failed")
+            self._broke(stream, error)
 
     def _advance(self, stream: RequestState) -> None:
         if stream.end_time is not None:
-            return self._end(stream) if stream.settled else None
+            return self._send(stream, final=True) if stream.settled else None
         for index in stream.take_inbox(SLICE):
             self._engine.abort(stream.request_id, index)
         if stream.first_token_time is None and (stream.num_output_tokens or stream.pooled is not None):
@@ -349,23 +379,34 @@ class OutputProcessor:
         self._queue.finish(stream)
         self._stats.finished(stream)
 
-    def _end(self, stream: RequestState) -> None:
-        self._send(stream, final=True)
-        self._close(stream)
-        self._engine.release(stream.request_id)
-
     def _send(self, stream: RequestState, final: bool) -> None:
-        start = time.monotonic()
-        parts = stream.parts(final)
+        """Make the responses of a turn; they are sent behind it (`_serve_some`)."""
+        start, parts, sends = time.monotonic(), stream.parts(final), []
         for number, sequences in enumerate(parts, 1):
-            stream.responder.send(stream.outputs(sequences), final and number == len(parts))
+            sends.append(stream.responder.prepare(stream.outputs(sequences), final and number == len(parts)))
         stream.sent()
-        stream.sent_time, stream.due = time.monotonic(), 0.0
+        stream.sent_time, stream.due, stream.early = time.monotonic(), 0.0, 0.0
+        self._outbox.add(stream, sends, stream.sent_time - start, final)
+
+    def _sent(self, stream: RequestState, made_seconds: float, sent_seconds: float, final: bool) -> None:
         if self._pacing is not None:
-            self._pacing.sent(stream.sent_time - start)
+            self._pacing.sent(made_seconds + sent_seconds)
+        if final:
+            self._close(stream)
+            self._engine.release(stream.request_id)
+        else:
+            self._queue.charge_more(stream, sent_seconds)
+
+    def _broke(self, stream: RequestState, error: BaseException) -> None:
+        """A bug, a panic or a lost client: the stream ends with an error."""
+        self._log_error(f"stream {stream.request_id}: {type(error).__name__}: {error}")
+        failure = RequestError("INTERNAL", f"{type(error).__name__}: {error}")
+        self._run_event(partial(self._fail, stream.request_id, failure, "failed"))
 
     def _register(self, stream: RequestState) -> None:
         self._streams[stream.request_id] = stream
+        if stream.request.stream:
+            self._streaming.add(stream.request_id)
         if stream.finished:
             self._queue.add(stream)
         else:
@@ -376,6 +417,7 @@ class OutputProcessor:
         stream.last_act = None  # it refers to the stream, which is to go with its last reference
         self._queue.forget(stream)
         del self._streams[stream.request_id]
+        self._streaming.discard(stream.request_id)
         self._replay.ended(stream.request_id)
         self._open_limit.give_back(len(stream.sequences))
 
@@ -403,6 +445,7 @@ class OutputProcessor:
         if stream is not None and stream.due:  # output is waiting for its due time
             stream.due = 0.0
             self._guarded(self._send_output, stream)
+        self._outbox.send_all()  # what was made comes before the error
         if stream is None or stream.closed:
             return
         self._close(stream)

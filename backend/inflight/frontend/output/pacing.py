@@ -56,12 +56,13 @@ class Pacing:
 
     Attributes:
         wait: approximate seconds from one response of a stream to the next.
+        most_tokens: new tokens that do not wait.
     """
 
     def __init__(self, budget: float, longest_wait: float = _LONGEST_WAIT, most_tokens: int = _MOST_TOKENS) -> None:
         self._budget = budget
         self._longest_wait = longest_wait
-        self._most_tokens = most_tokens
+        self.most_tokens = most_tokens
         self._num_streams = 0.0
         self._cost = _FIRST_COST
         self.wait = 0.0
@@ -77,6 +78,10 @@ class Pacing:
 
     def due(self, stream: PacedStream, now: float) -> float | None:
         """When the stream should get its next response, in seconds of `time.monotonic()`; None: now."""
-        if stream.num_new_tokens >= self._most_tokens or now - stream.sent_time >= _EARLIEST * self.wait:
+        if stream.num_new_tokens >= self.most_tokens or now - stream.sent_time >= _EARLIEST * self.wait:
             return None
         return stream.sent_time + _LATEST * self.wait
+
+    def early(self, stream: PacedStream) -> float:
+        """Until when further tokens of a stream that waits can wait, too, in seconds of `time.monotonic()`."""
+        return stream.sent_time + _EARLIEST * self.wait

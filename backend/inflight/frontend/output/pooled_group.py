@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -95,6 +96,9 @@ class _Member:
         self._group = group
         self._place = place
         self.is_cancelled = group.is_cancelled
+
+    def prepare(self, outputs: dict[str, np.ndarray], final: bool) -> Callable[[], None]:
+        return partial(self.send, outputs, final)
 
     def send(self, outputs: dict[str, np.ndarray], final: bool) -> None:
         self._group.take(self._place, outputs["pooled"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 
 import msgspec
@@ -13,6 +12,7 @@ import numpy as np
 from inflight.engine.deltas import SequenceDelta, SequenceTimes
 from inflight.engine.messages import AddRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.output.inbox import Inbox, TokenRun
 from inflight.frontend.output.response_tensors import (
     SequenceOutput,
     response_outputs,
@@ -26,8 +26,6 @@ from inflight.frontend.text.tokenizer import Tokenizer
 
 __all__ = ["RequestState"]
 
-_MOST_TOKENS_AT_ONCE = 32  # of a turn, whose length is checked after them
-
 
 class RequestState:
     """An open request and its responder.  Owned by the sender thread.
@@ -35,7 +33,7 @@ class RequestState:
     Attributes:
         request_id: the engine's id of the request.
         sequences: its n outputs.
-        inbox: deltas that `sequences` have not processed yet, oldest first.
+        inbox: output that `sequences` have not processed yet.
         last_act: ends the stream early, once the inbox is empty: a failure or a cancellation; None: no early end.
         prompt_logprobs: the JSON of each token that has arrived, until they are sent; None if not requested.
         num_cached_tokens: prompt tokens that the prefix cache served when it first ran; None until then.
@@ -44,6 +42,7 @@ class RequestState:
         admitted_time: `time.monotonic()` seconds when a traced request first ran; None until its first token.
         settled: the metrics include its end, so its last response can be sent.
         sent_time, due: `time.monotonic()` seconds of its last response, and of the waiting one (0.0: none waits).
+        early: likewise, until when further tokens wait in the inbox without a look at pacing; 0.0: none do.
         paused: the engine was told to drop it until its inbox is empty (`Backpressure`).
         stopped: the engine has dropped it.
         closed: its FINAL flag was sent.
@@ -61,7 +60,7 @@ class RequestState:
         self.arrival = time.monotonic() if message.arrival is None else message.arrival
         self.deadline = message.deadline
         self.sequences = sequence_outputs(request, tokenizer)
-        self.inbox: deque[SequenceDelta] = deque()
+        self.inbox = Inbox()
         self.last_act: Callable[[], None] | None = None
         self.prompt_logprobs: list[str] | None = [] if "return_prompt_logprobs" in request.returns else None
         self.num_cached_tokens: int | None = None
@@ -69,7 +68,7 @@ class RequestState:
         self.pooled: bytes | None = None
         self.admitted_time: float | None = None
         self.settled = False
-        self.sent_time = self.due = 0.0
+        self.sent_time = self.due = self.early = 0.0
         self.paused = self.stopped = False
         self.closed = False
         self.dropped = False
@@ -97,12 +96,12 @@ class RequestState:
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated for this stream in all sequences, without the output that it began with."""
-        return sum(sequence.num_generated_tokens for sequence in self.sequences)
+        return sum([sequence.num_generated_tokens for sequence in self.sequences])
 
     @property
     def num_new_tokens(self) -> int:
         """Tokens that no response has contained yet, including one for each delta in the inbox."""
-        return len(self.inbox) + self.num_output_tokens - self._num_sent_tokens
+        return self.inbox.num_waiting + self.num_output_tokens - self._num_sent_tokens
 
     @property
     def has_started(self) -> bool:
@@ -155,40 +154,31 @@ class RequestState:
         inbox, stopped = self.inbox, []
         late = time.monotonic() + seconds if len(inbox) > 1 else math.inf
         while inbox:
-            delta = inbox.popleft()
-            if self.prompt_logprobs is not None and delta.prompt_logprobs:
-                self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
-            if self.num_cached_tokens is None:  # the first sequence that runs reports the prompt's
-                self.num_cached_tokens = delta.num_cached_tokens
-            if delta.pooled is not None:
-                self.pooled = delta.pooled
-            if delta.times is not None:
-                self.times[delta.index] = delta.times
-                self.admitted_time = self.admitted_time or delta.times.admitted
-            sequence = self.sequences[delta.index]
-            if inbox and len(token_ids := self._take_like(delta, sequence)) > 1:
-                sequence.advance_each(token_ids)
+            entry = inbox.take()
+            sequence = self.sequences[entry.index]
+            if isinstance(entry, TokenRun):
+                sequence.advance_each(entry.token_ids)
             else:
-                sequence.advance(delta)
-            if sequence.ended_by_stop and delta.index not in self._stopped:
-                self._stopped.add(delta.index)
-                if delta.finish_reason is None:
-                    stopped.append(delta.index)
+                self._take_delta(entry, sequence)
+            if sequence.ended_by_stop and entry.index not in self._stopped:
+                self._stopped.add(entry.index)
+                if isinstance(entry, TokenRun) or entry.finish_reason is None:
+                    stopped.append(entry.index)
             if late < math.inf and time.monotonic() >= late:
                 break
         return stopped
 
-    def _take_like(self, delta: SequenceDelta, sequence: SequenceOutput) -> list[int]:
-        """The token of a delta, and of those behind it in the inbox that can be processed with it."""
-        inbox, found, one = self.inbox, list[int](), delta
-        while _is_one_token(one) and one.index == delta.index and sequence.can_join(one.token_ids[0]):
-            if found:
-                inbox.popleft()
-            found += one.token_ids
-            if not inbox or len(found) >= _MOST_TOKENS_AT_ONCE:
-                break
-            one = inbox[0]
-        return found
+    def _take_delta(self, delta: SequenceDelta, sequence: SequenceOutput) -> None:
+        if self.prompt_logprobs is not None and delta.prompt_logprobs:
+            self.prompt_logprobs += entry_texts(delta.prompt_logprobs, self._spelling_tokenizer)
+        if self.num_cached_tokens is None:  # the first sequence that runs reports the prompt's
+            self.num_cached_tokens = delta.num_cached_tokens
+        if delta.pooled is not None:
+            self.pooled = delta.pooled
+        if delta.times is not None:
+            self.times[delta.index] = delta.times
+            self.admitted_time = self.admitted_time or delta.times.admitted
+        sequence.advance(delta)
 
     def rest(self) -> AddRequest | None:
         """The message with which another engine continues after the last delta; None if nothing is left.
@@ -230,15 +220,3 @@ class RequestState:
             f"after {self.num_output_tokens} output tokens"
         )
         return RequestError("CANCELLED", message)
-
-
-def _is_one_token(delta: SequenceDelta) -> bool:
-    """Whether nothing but a token is new, as in most deltas."""
-    return (
-        len(delta.token_ids) == 1
-        and delta.finish_reason is None
-        and delta.logprobs is None
-        and delta.prompt_logprobs is None
-        and delta.num_cached_tokens is None
-        and delta.times is None
-    )

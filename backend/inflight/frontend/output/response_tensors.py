@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
@@ -130,13 +131,14 @@ class SequenceOutput:
             self._flush()
         self.ended = self.finish_reason is not None
 
-    def can_join(self, token_id: int) -> bool:
-        """Whether `advance_each` takes this token with others at the cost of about one."""
-        return self._stop is None and not self.ended and self._detokenizer.can_join(token_id)
-
     def advance_each(self, token_ids: list[int]) -> None:
-        """`advance` with one delta for each of these tokens, which has nothing else; all of them `can_join`."""
-        self.text += self._detokenizer.push_each(token_ids)
+        """`advance` with one delta for each of these tokens, which has nothing else."""
+        if self.ended:
+            return
+        if self._stop is None:
+            self.text += self._detokenizer.push_each(token_ids)
+        elif (cut := self._push_until_stop(token_ids, self._stop)) is not None:
+            token_ids, self.finish_reason, self.ended = token_ids[:cut], "stop", True
         self._count(token_ids)
 
     def _push_until_stop(self, token_ids: list[int], stop: StopChecker) -> int | None:
@@ -254,9 +256,6 @@ class _NoText:
     def push(self, token_ids: Sequence[int]) -> str:
         return ""
 
-    def can_join(self, token_id: int) -> bool:
-        return True
-
     def push_each(self, token_ids: Sequence[int]) -> str:
         return ""
 
@@ -284,6 +283,31 @@ def response_outputs(
     """
     returns = request.returns
     outputs: dict[str, np.ndarray] = {"text_output": _texts([sequence.take_text() for sequence in sequences])}
+    new_token_ids = [sequence.take_token_ids() for sequence in sequences]
+    if returns:
+        _add_per_sequence(outputs, request, sequences)
+        _add_counts(outputs, returns, new_token_ids)
+    if "return_num_input_tokens" in returns:
+        outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
+    if "return_num_cached_tokens" in returns:
+        outputs["num_cached_tokens"] = np.array([num_cached_tokens or 0], dtype=np.uint32)
+    if "return_lora_digest" in returns and request.adapter is not None:
+        outputs["lora_digest"] = _texts([request.adapter.ref.id])
+    if prompt_logprobs is not None:
+        outputs["prompt_logprobs"] = _texts([joined_texts(prompt_logprobs)])
+    if request.separate:
+        outputs["sequence_index"] = np.array([sequences[0].index], dtype=np.int32)
+        outputs["batch_index"] = np.zeros(1, dtype=np.int32)
+    for sequence in sequences:
+        sequence.end_sent = sequence.ended
+    return outputs
+
+
+def _add_per_sequence(
+    outputs: dict[str, np.ndarray], request: ParsedRequest, sequences: Sequence[SequenceOutput]
+) -> None:
+    """Ends and log probabilities."""
+    returns = request.returns
     if "return_finish_reason" in returns:
         outputs["finish_reason"] = _texts([str(sequence.finish_reason) for sequence in sequences])
     if "return_stop_reason" in returns:
@@ -296,27 +320,16 @@ def response_outputs(
     if "return_log_probs" in returns:
         outputs["cum_log_probs"] = np.array([s.cumulative_logprob for s in sequences], dtype=np.float32)
         outputs["output_log_probs"] = _padded([sequence.take_logprob_values() for sequence in sequences])
-    if "return_num_input_tokens" in returns:
-        outputs["num_input_tokens"] = np.array([len(request.engine_request.prompt_token_ids)], dtype=np.uint32)
-    if "return_num_cached_tokens" in returns:
-        outputs["num_cached_tokens"] = np.array([num_cached_tokens or 0], dtype=np.uint32)
-    if "return_lora_digest" in returns and request.adapter is not None:
-        outputs["lora_digest"] = _texts([request.adapter.ref.id])
-    new_token_ids = [sequence.take_token_ids() for sequence in sequences]
+
+
+def _add_counts(outputs: dict[str, np.ndarray], returns: Collection[str], new_token_ids: list[list[int]]) -> None:
     counts = np.array([len(ids) for ids in new_token_ids], dtype=np.uint32)
     if "return_num_output_tokens" in returns:
         outputs["num_output_tokens"] = counts
     if "return_token_ids" in returns:
-        outputs["token_ids"] = np.array([i for ids in new_token_ids for i in ids], dtype=np.int64)
+        (ids,) = new_token_ids if len(new_token_ids) == 1 else [list(chain(*new_token_ids))]
+        outputs["token_ids"] = np.array(ids, dtype=np.int64)
         outputs["token_counts"] = counts
-    if prompt_logprobs is not None:
-        outputs["prompt_logprobs"] = _texts([joined_texts(prompt_logprobs)])
-    if request.separate:
-        outputs["sequence_index"] = np.array([sequences[0].index], dtype=np.int32)
-        outputs["batch_index"] = np.zeros(1, dtype=np.int32)
-    for sequence in sequences:
-        sequence.end_sent = sequence.ended
-    return outputs
 
 
 def _padded(rows: list[list[float]]) -> np.ndarray:
@@ -328,4 +341,7 @@ def _padded(rows: list[list[float]]) -> np.ndarray:
 
 
 def _texts(values: list[str]) -> np.ndarray:
-    return np.array([value.encode("utf-8") for value in values], dtype=np.object_)
+    array = np.empty(len(values), dtype=np.object_)
+    for place, value in enumerate(values):  # half the time of `np.array`, which looks for a shape in them
+        array[place] = value.encode("utf-8")
+    return array

@@ -62,12 +62,17 @@ class SendQueue:
         while self._held and self._held[0][0] <= now:
             due, stream = self._held.popleft()
             if stream.due == due and not stream.closed:
+                stream.early = 0.0
                 self._scheduler.add(stream)
         return self._scheduler.take()
 
     def charge(self, stream: RequestState, seconds: float) -> None:
         """Its turn took `seconds`."""
         self._scheduler.charge(stream, seconds)
+
+    def charge_more(self, stream: RequestState, seconds: float) -> None:
+        """The responses of its turn took `seconds` to send."""
+        self._scheduler.charge_more(stream, seconds)
 
     def forget(self, stream: RequestState) -> None:
         """It has ended."""

@@ -55,6 +55,10 @@ class StreamScheduler(Generic[Key]):
         """The last turn cost `cost` (0 or more)."""
         self._due[key] = self._now + cost
 
+    def charge_more(self, key: Key, cost: float) -> None:
+        """Its last turn cost this much more."""
+        self._due[key] = self._due.get(key, self._now) + cost
+
     def forget(self, key: Key) -> None:
         """The key will not come back."""
         self._due.pop(key, None)

@@ -178,6 +178,9 @@ class TokenizePool:
 class _NoResponder:
     """Marks the entry that ends a thread."""
 
+    def prepare(self, outputs: object, final: bool) -> Callable[[], None]:
+        return lambda: None
+
     def send(self, outputs: object, final: bool) -> None: ...
     def fail(self, code: str, message: str) -> None: ...
     def is_cancelled(self) -> bool:

@@ -33,6 +33,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._decode = tokenizer.decode_ids
         self._whole_texts = tokenizer.whole_texts
+        self._concatenates = tokenizer.concatenates
         self._skip = skip_special_tokens
         self._window, self._prefix = self._context(prompt_token_ids)
         self._pending: list[int] = []
@@ -57,6 +58,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens complete; can be empty."""
+        if self._concatenates and (known := self._known_text(token_ids)):
+            return known
         self._pending += token_ids
         for held in range(min(_PARTIAL_TOKENS, len(self._pending)) + 1):
             text = self._decode(self._window + self._pending[: len(self._pending) - held], self._skip)
@@ -67,15 +70,23 @@ class IncrementalDetokenizer:
                 return ""  # the window itself ends in U+FFFD
         return self._emit(text, held)
 
-    def can_join(self, token_id: int) -> bool:
-        """Whether the token is whole characters: `push_each` takes such tokens at the cost of one."""
-        return bool(self._whole_texts[token_id])
+    def _known_text(self, token_ids: Sequence[int]) -> str:
+        """Push tokens of whole characters without a call of the library; "" if that cannot be."""
+        if self._pending:
+            return ""
+        texts = [self._whole_texts[token_id] for token_id in token_ids]
+        if not texts or not all(texts):
+            return ""
+        self._window, self._prefix = [token_ids[-1]], texts[-1]
+        return "".join(texts)
 
     def push_each(self, token_ids: Sequence[int]) -> str:
         """The text of pushing each of these tokens alone, usually with the work of one push.
 
         How tokens are grouped matters only where bytes are no character, or not a complete one.
         """
+        if self._concatenates and (known := self._known_text(token_ids)):
+            return known
         texts = [self._whole_texts[token_id] for token_id in token_ids]
         if all(texts) and not self._pending:
             text = self._decode([*self._window, *token_ids], self._skip)

@@ -35,7 +35,13 @@ def read_text(path: Path) -> str:
 
 
 class _Backend(Protocol):
-    """The interface to a tokenizer library."""
+    """The interface to a tokenizer library.
+
+    Attributes:
+        concatenates: the text of tokens of whole characters is the concatenation of the text of each.
+    """
+
+    concatenates: bool
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
     def encode_pair(self, one: str, other: str) -> tuple[list[int], list[int]]: ...
@@ -51,10 +57,13 @@ class _Fast:
     """A `tokenizers.Tokenizer`."""
 
     def __init__(self, tokenizer: Any) -> None:
+        from tokenizers.decoders import ByteLevel
+
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
         self.decode = tokenizer.decode
+        self.concatenates = isinstance(tokenizer.decoder, ByteLevel)  # it joins bytes, and looks at nothing else
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds Python's lock: a long text would stop all threads of the process for seconds.
@@ -85,6 +94,8 @@ class _Fast:
 
 class _Slow:
     """A `transformers` tokenizer written in Python."""
+
+    concatenates = False
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -133,6 +144,8 @@ _TOKENIZER_FILES = (
 
 class _Absent:
     """The tokenizer of a checkpoint without one: token ids have no text, and text has no token ids."""
+
+    concatenates = False
 
     def __init__(self, source: str) -> None:
         self._source = source
@@ -200,6 +213,7 @@ class Tokenizer:
         decode_ids: (ids, skip_special_tokens) -> text; the library's own function, which every output token passes.
         json_texts: token id -> its `token_text` as JSON.
         whole_texts: token id -> the text that it decodes to alone, "" for special tokens and parts of characters.
+        concatenates: the text of several tokens of whole characters is the concatenation of their `whole_texts`.
         is_absent: the checkpoint has no tokenizer: only token ids can be served.
     """
 
@@ -207,6 +221,7 @@ class Tokenizer:
         self._backend = backend
         self.decode_ids = backend.decode
         self.whole_texts = _WholeTexts(backend.decode)
+        self.concatenates = backend.concatenates
         self.size = backend.size()
         self.longest_token = backend.longest_token()
         self.is_absent = isinstance(backend, _Absent)

@@ -24,7 +24,9 @@ from supervisor_rig import PROMPT, TOKENIZER, SupervisorRig, tokens, wait_for
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import SequenceDelta
 from inflight.engine.messages import AddRequest
+from inflight.frontend.output import inbox as inbox_module
 from inflight.frontend.output.backpressure import Backpressure
+from inflight.frontend.output.inbox import Inbox
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.grammars.spec import GrammarSpec
 
@@ -32,7 +34,8 @@ LIMIT = 20
 
 
 @pytest.fixture
-def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
+def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorRig]:
+    monkeypatch.setattr(inbox_module, "MOST_TOKENS", 1)  # of a turn: the backlog is noticed at once
     rig = SupervisorRig(tmp_path / "control.json").start()
     rig.streams._backpressure = Backpressure(rig.supervisor, rig.streams._events.put, rig.streams._replay.again, LIMIT)
     yield rig
@@ -48,7 +51,11 @@ def slow_down(rig: SupervisorRig, seconds: float) -> None:
             time.sleep(seconds)
             advance(delta)
 
-        sequence.advance, sequence.can_join = slow, lambda token_id: False
+        def slow_each(token_ids: list[int], advance_each=sequence.advance_each) -> None:
+            time.sleep(seconds * len(token_ids))
+            advance_each(token_ids)
+
+        sequence.advance, sequence.advance_each = slow, slow_each
 
 
 def paused(rig: SupervisorRig) -> bool:
@@ -61,15 +68,18 @@ def test_a_stream_is_submitted_again_only_after_the_engines_answer() -> None:
     engine = SimpleNamespace(abort=lambda request_id: None, ask=lambda question: answer)
     submitted: list[str] = []
     backpressure = Backpressure(engine, lambda call: call(), submitted.append, 2)  # type: ignore[arg-type]
+    inbox = Inbox()
+    for token in (1, 2, 3):
+        inbox.add_token(0, token)
     flags = dict.fromkeys(("paused", "stopped", "closed"), False)
     stream: Any = SimpleNamespace(
-        inbox=[1, 2, 3], request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
+        inbox=inbox, request_id=1, last_act=None, end_time=None, rest=lambda: "what is left", **flags
     )
     backpressure.took(stream)
     stream.inbox.clear()
     backpressure.served(stream)
     assert (stream.paused, submitted) == (True, []), "deltas may be on their way"
-    stream.inbox.append(4)
+    stream.inbox.add_token(0, 4)
     answer.set_result(b"")
     assert submitted == [], "one came"
     stream.inbox.clear()
@@ -170,7 +180,11 @@ def read(core: EngineCore, limit: int | None) -> tuple[list[Any], int]:
                 assert may_go_on.acquire(timeout=30)
                 advance(delta)
 
-            sequence.advance, sequence.can_join = gated, lambda token_id: False
+            def gated_each(token_ids: list[int], advance_each=sequence.advance_each) -> None:
+                assert all(may_go_on.acquire(timeout=30) for _ in token_ids)
+                advance_each(token_ids)
+
+            sequence.advance, sequence.advance_each = gated, gated_each
     num_deltas = 0
     while not client.ended.is_set():
         engine.take_messages()

@@ -11,15 +11,16 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request
+from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer, make_request, step_message
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.logprobs import Logprobs
-from inflight.engine.messages import AddRequest, StepMessage
+from inflight.engine.messages import AddRequest
 from inflight.frontend.errors import RequestError
+from inflight.frontend.output import inbox, output_processor
 from inflight.frontend.output.output_processor import OutputProcessor
 from inflight.frontend.output.pacing import Pacing
 from inflight.frontend.output.request_state import RequestState
@@ -84,7 +85,7 @@ class Rig:
         return client
 
     def step(self, *deltas: SequenceDelta, failed: Sequence[RequestFailed] = ()) -> None:
-        self.streams.on_step(StepMessage(list(deltas), STATS, failed=list(failed)))
+        self.streams.on_step(step_message(deltas, STATS, failed=list(failed)))
 
     def settle(self) -> None:
         """Wait until the sender has handled all that came so far."""
@@ -779,18 +780,19 @@ def test_an_error_comes_behind_what_is_held(paced: Rig) -> None:
 
 
 @pytest.mark.parametrize("end", ["its last token", "an error"])
-def test_a_costly_stream_does_not_hold_the_others(end: str) -> None:
+def test_a_costly_stream_does_not_hold_the_others(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inbox, "MOST_TOKENS", 1)
     rig = Rig()
     costly, cheap = rig.open("return_token_ids", max_tokens=100), rig.open()
     rig.settle()
     sequence = rig.streams._streams[1].sequences[0]
-    advance = sequence.advance
+    advance_each = sequence.advance_each
 
-    def slow(delta: SequenceDelta) -> None:
+    def slow(token_ids: list[int]) -> None:
         time.sleep(0.01)  # more than a slice
-        advance(delta)
+        advance_each(token_ids)
 
-    sequence.advance, sequence.can_join = slow, lambda token_id: False  # type: ignore[method-assign]
+    sequence.advance_each = slow  # type: ignore[method-assign]
     rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
     rig.feed(IDS, request_id=2)
     if end == "an error":
@@ -973,3 +975,93 @@ def test_a_request_lets_go_of_its_adapter_when_it_ends(rig: Rig, ending: str) ->
         wait_for(lambda: gone() is None)
     finally:
         gc.enable()
+
+
+class Postman(RecordingClient):
+    """A client whose responses are made at one time and sent at another; `log` has both, of all of them."""
+
+    log: list[tuple[str, int]]
+    number: int
+    lost = False
+
+    def prepare(self, outputs: dict[str, Any], final: bool) -> Callable[[], None]:
+        self.log.append(("made", self.number))
+        return super().prepare(outputs, final)
+
+    def send(self, outputs: dict[str, Any], final: bool) -> None:
+        self.log.append(("sent", self.number))
+        if self.lost:
+            raise RuntimeError("cannot reach the client")
+        super().send(outputs, final)
+
+    def fail(self, code: str, message: str) -> None:
+        self.log.append(("failed", self.number))
+        super().fail(code, message)
+
+
+def postmen(rig: Rig, count: int) -> tuple[list[Postman], list[tuple[str, int]]]:
+    log: list[tuple[str, int]] = []
+    clients = [Postman() for _ in range(count)]
+    for number, client in enumerate(clients, 1):
+        client.log, client.number = log, number
+        rig.streams.open(make_request(PROMPT, returns=["return_token_ids"], max_tokens=40), client)
+    rig.settle()
+    return clients, log
+
+
+def test_responses_of_a_step_are_made_in_a_row_and_sent_in_a_row(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_processor, "_TURNS_SECONDS", 60.0)
+    _, log = postmen(rig, 20)
+    rig.step(*[SequenceDelta(number, 0, IDS[:1]) for number in range(1, 21)])
+    rig.settle()
+    rows = [name for name, _ in itertools.groupby(kind for kind, _ in log)]
+    assert rows == ["made", "sent", "made", "sent"], "16 and 4"
+    assert [number for kind, number in log if kind == "sent"] == list(range(1, 21))
+
+
+def test_a_lost_client_among_others_ends_its_stream_alone(rig: Rig) -> None:
+    clients, log = postmen(rig, 3)
+    clients[1].lost = True
+    rig.step(*[SequenceDelta(number, 0, IDS[:1]) for number in (1, 2, 3)])
+    rig.settle()
+    assert log.count(("sent", 2)) == 1 and log.count(("failed", 2)) == 1
+    assert rig.engine.aborted == [(2, None)]
+    for number in (1, 3):
+        rig.step(*[SequenceDelta(number, 0, [token]) for token in IDS[1:-1]])
+        rig.step(SequenceDelta(number, 0, IDS[-1:], "length"))
+    assert [client.wait().error is None for client in clients] == [True, False, True]
+    assert clients[0].texts() == clients[2].texts() == [TEXT]
+    wait_for(lambda: not rig.streams.num_open)
+
+
+def test_what_was_made_is_sent_before_the_error_that_follows(rig: Rig) -> None:
+    (client,), log = postmen(rig, 1)
+    rig.step(SequenceDelta(1, 0, IDS[:1]))
+    rig.streams._fail_behind(1, RequestError("INTERNAL", "NaN"), "failed")
+    assert client.wait().error == ("INTERNAL", "NaN")
+    assert log == [("made", 1), ("sent", 1), ("failed", 1)]
+
+
+def test_a_stream_counts_as_open_until_its_last_response_is_sent(rig: Rig) -> None:
+    (client,), _ = postmen(rig, 1)
+    open_at_last: list[int] = []
+    send = client.send
+    client.send = lambda outputs, final: (open_at_last.append(rig.streams.num_open), send(outputs, final))[1]  # type: ignore[method-assign]
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    client.wait()
+    assert open_at_last == [1]
+    wait_for(lambda: not rig.streams.num_open)
+
+
+def test_a_metric_that_fails_beside_a_lost_client_stops_no_other_response(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients, _ = postmen(rig, 3)
+    clients[0].lost = True
+
+    def broken(*_: object) -> None:
+        raise KeyError("a metric")
+
+    monkeypatch.setattr(rig.stats, "unsuccessful", broken)
+    rig.step(*[SequenceDelta(number, 0, IDS, "length") for number in (1, 2, 3)])
+    assert clients[1].wait().texts() == clients[2].wait().texts() == [TEXT]

@@ -127,3 +127,23 @@ def test_a_slow_tokenizer_is_loaded_by_transformers(tmp_path: Path) -> None:
     ids = tokenizer.encode("a é你", add_special_tokens=False)
     detokenizer = IncrementalDetokenizer(tokenizer, ids[:1])
     assert "".join(detokenizer.push([token]) for token in ids[1:]) + detokenizer.flush() == " é你"
+
+
+def test_a_byte_level_decoder_is_not_asked_again_about_whole_characters(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = BYTE_LEVEL.encode("the quick brown 😀 fox", add_special_tokens=False)
+    detokenizer = IncrementalDetokenizer(BYTE_LEVEL, ids[:1])
+    calls = 0
+
+    def counted(ids: list[int], skip_special_tokens: bool) -> str:
+        nonlocal calls
+        calls += 1
+        return BYTE_LEVEL.decode_ids(ids, skip_special_tokens)
+
+    monkeypatch.setattr(detokenizer, "_decode", counted)
+    pieces = [token for token in ids[1:] if not BYTE_LEVEL.whole_texts[token]]
+    text = "".join([detokenizer.push([token]) for token in ids[1:]])
+    assert text == " quick brown 😀 fox"
+    assert pieces and calls <= 8 * len(pieces)
+    calls = 0
+    assert detokenizer.push_each(ids[:1] * 5) == "the" * 5 and calls == 0
+    assert BYTE_LEVEL.concatenates and not SPACED.concatenates
