@@ -105,7 +105,7 @@ class StreamDecoder:
 
 
 def _names_end(message: bytes, place: int) -> int:
-    """The place after model, version and id, each of which can be absent; 0 if they are not ASCII."""
+    """The place after model, version and id, as far as they are there; 0 if they are not ASCII."""
     start = place
     for tag in _NAMES:
         if place < len(message) and message[place] == tag:

@@ -379,7 +379,7 @@ def test_vllms_endpoints_load_and_unload(
 def test_streams_of_all_adapters_survive_the_engine(
     dressed: TritonServer, client: Client, root: Path, expected: dict[str | None, list[int]]
 ) -> None:
-    """Replayed with the bytes that were accepted, whatever has happened to the operator's folder meanwhile."""
+    """Replayed with the bytes that were accepted, even if something has happened to the operator's folder meanwhile."""
     folder = root / "loras" / "volatile"
     shutil.copytree(root / "originals" / "volatile", folder)
     control(client, "load_adapter", lora_name="volatile", lora_path=str(folder))

@@ -174,7 +174,7 @@ class TieredRig:
         seal = Seal(NAMESPACE, secret)
         cpu_clock = itertools.count(0, cpu_seconds).__next__
         made = [
-            Tier(f"tier{n}", one, seal, second, self.clock, cpu_clock, self.hand.made) for n, one in enumerate(stores)
+            Tier(f"tier{n}", one, seal, self.hand.made, second, self.clock, cpu_clock) for n, one in enumerate(stores)
         ]
         for tier in made:
             tier.extent_cpu_seconds = cpu_seconds

@@ -63,7 +63,7 @@ class MaskJob(NamedTuple):
     Attributes:
         row: of the first mask; one more for each draft follows.
         draft_token_ids: tokens that can follow; the sequence does not advance.
-        behind: tokens that the first mask is behind, all of which can follow; the drafts come after them.
+        behind: tokens that can follow, and that the first mask is behind; the drafts come after them.
     """
 
     grammar: Grammar

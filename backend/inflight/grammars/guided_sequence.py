@@ -20,7 +20,7 @@ class SteadyRuns:
 
     A mask admits the first token of the text that is still forced, as the tokenizer writes it behind the token before.
     Tokenizers nearly always continue as they began, but not by any rule.  So each run is followed once and remembered;
-    long ones, of which each step would tokenize the rest, are taken at their word.
+    long ones are taken at their word, because each step would tokenize the rest.
     """
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class GuidedSequence:
         return [*run, self._eos_token_ids[0]] if self._matcher.is_stopped() else list(run)
 
     def _forced_run(self) -> list[int]:
-        """Tokens each of which is the only one that a mask would allow behind the ones before."""
+        """Tokens that follow for certain: a mask would allow each alone, behind the ones before."""
         if self._run is None:
             self._go_to(())
             self._run = self._runs.steady(self._matcher, self._last, self._forced_tokens())

@@ -14,6 +14,7 @@ from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.saved.kv_identity import kv_namespace
 from inflight.runner.block_io import PoolBlocks
 from inflight.runner.stores.make_store import make_store
+from inflight.runner.tier_threads import TierThreads
 
 __all__ = ["make_tiers"]
 
@@ -40,7 +41,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     for options in config.kv_tiers:
         count[options.type] += 1
         name = options.type if count[options.type] == 1 else f"{options.type}-{count[options.type]}"
-        tiers.append(Tier(name, make_store(options, namespace), seal, options.write == "second"))
+        tiers.append(Tier(name, make_store(options, namespace), seal, TierThreads, options.write == "second"))
     return Tiers(tiers, PoolBlocks(caches), seal)
 
 

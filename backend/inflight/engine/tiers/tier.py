@@ -13,7 +13,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from queue import Full, Queue
 from typing import Any, Literal, Protocol
 
 from inflight.engine.deltas import TierStats
@@ -56,10 +55,10 @@ class Tier:
 
     Args:
         name: in the log and in metrics.
+        workers: makes so many threads of this name; so many tasks may wait, 0: any number.
         writes_second: keep an extent only when it is computed for the second time.
         clock: seconds.
         cpu_clock: seconds of a core that the calling thread has had.
-        workers: makes so many threads of this name; so many tasks may wait, 0: any number.
 
     Attributes:
         errors: why a store failed -> how often.
@@ -73,12 +72,11 @@ class Tier:
         name: str,
         store: KVStore,
         seal: Seal,
+        workers: Callable[[int, str, int], Workers],
         writes_second: bool = False,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
-        workers: Callable[[int, str, int], Workers] | None = None,
     ) -> None:
-        workers = workers or _Threads
         self.name = name
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
@@ -138,14 +136,14 @@ class Tier:
     def find(
         self, keys: Sequence[bytes], behind: Callable[[int], Sequence[bytes]] = lambda found: ()
     ) -> Future[tuple[int, int | None]]:
-        """What it seems to have.
+        """Ask the store for extents, without reading them.
 
         Args:
-            behind: a number of keys -> others, of which one is wanted in the place of the next key; called in the
+            behind: a number of keys -> others; one of these is wanted in the place of the next key.  Called in the
                 tier's thread.
 
         Returns:
-            How many of the leading `keys`, and the index of the first key that it has of those behind them.
+            How many of the leading `keys` it seems to have, and the index of the first key that it has of those behind them.
         """
         return self._finds.submit(self._find, list(keys), behind)
 
@@ -297,60 +295,3 @@ def _why(error: Exception) -> Why:
         return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
     except Exception:
         return "io"
-
-
-class _Threads:
-    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
-
-    Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
-    lock, and the engine's thread with it.
-    """
-
-    def __init__(self, count: int, name: str, most_tasks: int) -> None:
-        self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = Queue(most_tasks)
-        self._count, self._name, self._started, self._is_closed = count, name, False, False
-
-    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._start()
-        self._tasks.put((future, work, args))
-        return future
-
-    def offer(self, work: Callable[..., Any], *args: Any) -> bool:
-        if self._is_closed:
-            return False
-        self._start()
-        try:
-            self._tasks.put_nowait((Future(), work, args))
-        except Full:
-            return False
-        return True
-
-    def finish(self, seconds: float) -> bool:
-        self._is_closed = True
-        with self._tasks.all_tasks_done:
-            done = self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
-        for _ in range(self._count if done and self._started else 0):
-            self._tasks.put(None)
-        return done
-
-    def _start(self) -> None:
-        if not self._started:
-            self._started = True
-            for _ in range(self._count):
-                threading.Thread(target=self._run, name=self._name, daemon=True).start()
-
-    def _run(self) -> None:
-        while self._do_next():
-            pass
-
-    def _do_next(self) -> bool:
-        """A function of its own: what a task refers to is large, and must not stay until the next one."""
-        task = self._tasks.get()
-        if task is None:
-            return False
-        future, work, args = task
-        if future.set_running_or_notify_cancel():
-            future.set_result(work(*args))
-        self._tasks.task_done()
-        return True

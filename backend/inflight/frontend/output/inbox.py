@@ -1,4 +1,4 @@
-"""What a stream has received from the engine and not processed yet.  No threads, no torch, no Triton."""
+"""Deltas that a stream has received from the engine and not processed yet.  No threads, no torch, no Triton."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_TOKENS = 32  # of a run: a turn can end behind each
 
 
 class TokenRun(msgspec.Struct, gc=False):
-    """Tokens of one sequence, each of which was all that a step had for it."""
+    """Tokens of one sequence; each was all that a step had for it."""
 
     index: int
     token_ids: list[int]

@@ -25,6 +25,7 @@ from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.frontend.request.pooled_request import void_params
+from inflight.runner.tier_threads import TierThreads
 
 PROMPT = [1 + n % 7 for n in range(41)]
 OPTIONS: dict[str, Any] = {"block_size": 4, "max_num_seqs": 4}
@@ -383,7 +384,7 @@ def test_loads_that_would_take_a_core_too_long_beside_others_are_not_waited_for(
 def test_writes_that_wait_are_not_dropped():
     """A prompt of a large model has hundreds of extents, and all of them are computed at the same time."""
     gate, store = threading.Event(), MemoryStore()
-    tier = Tier("disk", store, Seal(bytes(16)))
+    tier = Tier("disk", store, Seal(bytes(16)), TierThreads)
     frames = [memoryview(b"kv")]
     for number in range(600):
         tier.store(number.to_bytes(16, "big"), lambda: gate.wait(30) and frames)

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 from inflight.engine.tiers.tier import Tier
 from inflight.runner.stores.directory import DirectoryStore
+from inflight.runner.tier_threads import TierThreads
 
 SIZE = 5000
 NAMESPACE, OTHER = bytes(range(16)), bytes(range(16, 32))
@@ -25,7 +26,7 @@ class Kept:
 
     def __init__(self, folder: Path, secret: bytes = b"", namespace: bytes = NAMESPACE) -> None:
         self.store = DirectoryStore(folder, namespace.hex(), 2**30)
-        self.tier = Tier("disk", self.store, Seal(namespace, secret))
+        self.tier = Tier("disk", self.store, Seal(namespace, secret), TierThreads)
 
     def write(self, number: int) -> Path:
         data = content(number, SIZE)

@@ -1,0 +1,68 @@
+"""Threads that use a tier's store.  No torch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Full, Queue
+from typing import Any
+
+__all__ = ["TierThreads"]
+
+
+class TierThreads:
+    """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
+
+    Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
+    lock, and the engine's thread with it.
+    """
+
+    def __init__(self, count: int, name: str, most_tasks: int) -> None:
+        self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = Queue(most_tasks)
+        self._count, self._name, self._started, self._is_closed = count, name, False, False
+
+    def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._start()
+        self._tasks.put((future, work, args))
+        return future
+
+    def offer(self, work: Callable[..., Any], *args: Any) -> bool:
+        if self._is_closed:
+            return False
+        self._start()
+        try:
+            self._tasks.put_nowait((Future(), work, args))
+        except Full:
+            return False
+        return True
+
+    def finish(self, seconds: float) -> bool:
+        self._is_closed = True
+        with self._tasks.all_tasks_done:
+            done = self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
+        for _ in range(self._count if done and self._started else 0):
+            self._tasks.put(None)
+        return done
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for _ in range(self._count):
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+
+    def _run(self) -> None:
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """A function of its own: what a task refers to is large, and must not stay until the next one."""
+        task = self._tasks.get()
+        if task is None:
+            return False
+        future, work, args = task
+        if future.set_running_or_notify_cancel():
+            future.set_result(work(*args))
+        self._tasks.task_done()
+        return True
