@@ -129,8 +129,9 @@ class DeviceAdapters:
             for path, size in zip(product.paths, product.sizes)
         }
         self._allocate(max_adapters, max_rank, max_tokens)
-        attached = [*(each.attach for each in projections), *(partial(_attach, layer) for layer in linears.values())]
-        for product, attach in zip(self._products, attached):
+        places: list[Callable[[Added], None]] = [each.attach for each in projections]
+        places += [partial(_attach, layer) for layer in linears.values()]
+        for product, attach in zip(self._products, places):
             attach(partial(self._added, product.paths, product.slots(self._slots, self._rank)))
 
     def _add_product(self, paths: Sequence[str], layers: Sequence[nn.Module]) -> None:
