@@ -16,6 +16,6 @@ def test_what_is_not_kept_is_marked() -> None:
 
 
 def test_a_value_that_is_kept_and_does_not_exist_is_an_error() -> None:
-    """Else a value that is renamed runs no more, and nobody notices."""
+    """Else a value that is renamed runs no more without a word."""
     with pytest.raises(AssertionError, match=r"not among the values: \['lama'\]"):
         nightly_but(["llama", "lama"], ["llama", "qwen3"])

@@ -148,3 +148,15 @@ def test_what_make_starts_keeps_the_modules_that_it_compiles() -> None:
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True) == "<>\n"
     assert "\nunset PYTHONDONTWRITEBYTECODE\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(("status", "shown"), [(0, ""), (2, "ERROR collecting test_x.py\n")])
+def test_tests_that_cannot_be_collected_are_named(tmp_path: Path, status: int, shown: str) -> None:
+    """`make collected` is the first that imports them in CI."""
+    pytest_ = tmp_path / "pytest"
+    pytest_.write_text(f"#!/bin/sh\necho ERROR collecting test_x.py\nexit {status}\n")
+    pytest_.chmod(0o755)
+    command = ["make", "--no-print-directory", "-o", "smollm2", f"BIN={tmp_path}", f"VENV={tmp_path}", "collected"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode == 0) == (status == 0)
+    assert ended.stdout == shown

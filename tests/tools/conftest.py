@@ -9,11 +9,12 @@ import pytest
 import typer.main
 import typer.testing
 
+_built = functools.cache(typer.main.get_command)
 
-@pytest.fixture(scope="package", autouse=True)
+
+@pytest.fixture(scope="module", autouse=True)
 def commands_are_built_once() -> Iterator[None]:
-    """A runner that finds the function under another name builds them at each call, as before."""
+    """A runner that has the function under another name builds them at each call, as for other tests."""
     with pytest.MonkeyPatch.context() as patch:
-        build = functools.cache(typer.main.get_command)
-        patch.setattr(typer.testing, "_get_command", build, raising=False)
+        patch.setattr(typer.testing, "_get_command", _built, raising=False)
         yield
