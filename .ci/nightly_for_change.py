@@ -17,8 +17,12 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
-    "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py"],
-    "backend/inflight/attention/": ["tests/backend/kernels", "tests/backend/attention"],
+    "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py", "tests/gpu/test_gpu_lora.py"],
+    "backend/inflight/attention/": [
+        "tests/backend/kernels",
+        "tests/backend/attention",
+        "tests/gpu/test_gpu_attention.py",
+    ],
     "backend/inflight/device/": ["tests/backend/loading", "tests/backend/runner"],
     "backend/inflight/engine/": [
         "tests/backend/engine",
@@ -34,10 +38,13 @@ ROOMS = {
     "backend/inflight/kernels/": [
         "tests/backend/kernels",
         "tests/real_model",
+        "tests/gpu/test_gpu_attention.py",
         "tests/gpu/test_gpu_device_runner.py",
         "tests/gpu/test_gpu_engine.py",
+        "tests/gpu/test_gpu_experts.py",
         "tests/gpu/test_gpu_fp8.py",
         "tests/gpu/test_gpu_int4.py",
+        "tests/gpu/test_gpu_lora.py",
         "tests/gpu/test_gpu_switches.py",
     ],
     "backend/inflight/loading/": [

@@ -142,6 +142,14 @@ def test_a_change_runs_the_nightly_tests_of_its_rooms_and_of_changed_files() -> 
     assert files_for([f"{room}a.py" for room in nightly_for_change.ROOMS]) == [], "too much for one run"
 
 
+def test_what_make_test_leaves_out_of_the_tests_for_a_gpu_runs_with_a_change_of_what_it_tests() -> None:
+    cut = re.findall(r'"(test_gpu_\w+\.py)": {', (ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    assert len(cut) > 5
+    rooms = ("kernels", "loading", "runner")
+    chosen = nightly_for_change.files_for([f"backend/inflight/{room}/a.py" for room in rooms])
+    assert {f"tests/gpu/{name}" for name in cut} <= set(chosen)
+
+
 def test_what_make_starts_keeps_the_modules_that_it_compiles() -> None:
     """Else each process that a test starts compiles torch again."""
     command = ["make", "--no-print-directory", "--eval", 'shown: ; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "shown"]
