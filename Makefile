@@ -76,7 +76,7 @@ smollm2: $(REAL_MODEL)/config.json
 
 # Compiles the tests as pytest does: its workers would all do it, at the same time.
 collected: smollm2
-	$(BIN)/pytest --collect-only -qq -m "not nightly" >/dev/null
+	@$(BIN)/pytest --collect-only -qq -m "not nightly" >$(VENV)/collected.log || { cat $(VENV)/collected.log; false; }
 
 # A folder that the environment names is made if it is missing, but never made anew.
 $(REAL_MODEL)/config.json: $(if $(INFLIGHT_SMOLLM2),,tests/support/real_model.py) | $(VENV)/test.stamp

@@ -142,9 +142,29 @@ def test_a_change_runs_the_nightly_tests_of_its_rooms_and_of_changed_files() -> 
     assert files_for([f"{room}a.py" for room in nightly_for_change.ROOMS]) == [], "too much for one run"
 
 
+def test_what_make_test_leaves_out_of_the_tests_for_a_gpu_runs_with_a_change_of_what_it_tests() -> None:
+    cut = re.findall(r'"(test_gpu_\w+\.py)": {', (ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    assert len(cut) > 5
+    rooms = ("kernels", "loading", "runner")
+    chosen = nightly_for_change.files_for([f"backend/inflight/{room}/a.py" for room in rooms])
+    assert {f"tests/gpu/{name}" for name in cut} <= set(chosen)
+
+
 def test_what_make_starts_keeps_the_modules_that_it_compiles() -> None:
     """Else each process that a test starts compiles torch again."""
     command = ["make", "--no-print-directory", "--eval", 'shown: ; @echo "<$$PYTHONDONTWRITEBYTECODE>"', "shown"]
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.check_output(command, cwd=ROOT, env=environment, text=True) == "<>\n"
     assert "\nunset PYTHONDONTWRITEBYTECODE\n" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize(("status", "shown"), [(0, ""), (2, "ERROR collecting test_x.py\n")])
+def test_tests_that_cannot_be_collected_are_named(tmp_path: Path, status: int, shown: str) -> None:
+    """`make collected` is the first that imports them in CI."""
+    pytest_ = tmp_path / "pytest"
+    pytest_.write_text(f"#!/bin/sh\necho ERROR collecting test_x.py\nexit {status}\n")
+    pytest_.chmod(0o755)
+    command = ["make", "--no-print-directory", "-o", "smollm2", f"BIN={tmp_path}", f"VENV={tmp_path}", "collected"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (ended.returncode == 0) == (status == 0)
+    assert ended.stdout == shown

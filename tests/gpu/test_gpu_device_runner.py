@@ -33,6 +33,7 @@ KINDS: list[dict[str, Any]] = [
     dict(min_p=0.05, allowed_token_ids=list(range(0, VOCAB, 3))),
     dict(temperature=0.8, bad_words_ids=[[11], [12, 13]]),
 ]
+ROOMY: dict[str, Any] = sized(dict(kv_cache_memory="64MiB"), {})  # for all requests at once
 SQUEEZED = dict(num_gpu_blocks_override=sized(80, 16), max_num_batched_tokens=50, block_size=4)
 LIMITS: dict[str, Any] = sized({}, dict(max_num_seqs=5, max_model_len=64))
 
@@ -70,7 +71,7 @@ def test_every_rule_gives_the_tokens_of_the_cpu(
         request.getfixturevalue("any_kernels")
     if "swap_space" in options:
         options = dict(options, preemption_mode="swap")
-    core = make_core(checkpoint, **{"device": "cuda", "async_scheduling": True, **LIMITS, **options})
+    core = make_core(checkpoint, **{"device": "cuda", "async_scheduling": True, **ROOMY, **LIMITS, **options})
     assert isinstance(core.runner, DeviceRunner)
     got = run(core, prompts, params)
     assert {key: tokens(deltas) for key, deltas in got.items()} == {k: tokens(d) for k, d in expected.items()}
@@ -80,7 +81,7 @@ def test_every_rule_gives_the_tokens_of_the_cpu(
 @pytest.mark.usefixtures("any_kernels")
 def test_a_launch_waits_for_nothing(checkpoint: str) -> None:
     """Prompts and decodes with every rule, eager and by graphs."""
-    core = make_core(checkpoint, device="cuda", async_scheduling=True, max_num_batched_tokens=64, **LIMITS)
+    core = make_core(checkpoint, device="cuda", async_scheduling=True, max_num_batched_tokens=64, **ROOMY, **LIMITS)
     prompts, params = requests(sized(24, 9), KINDS)
     run(core, prompts[:8], params[:8])  # compiles what is left
     launch = core.runner.launch

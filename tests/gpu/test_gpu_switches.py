@@ -38,7 +38,7 @@ def test_greedy_output_equals_generate(switches: list[str], enforce_eager: bool,
     """float32; the down projection has inputs enough to be split, and steps have up to four tokens."""
     if "launch_pdl" in switches and not HAS_PDL:
         pytest.skip("the card has no programmatic dependent launch")
-    path = make_checkpoint("llama", tmp_path, intermediate_size=2048)
+    path = make_checkpoint("llama", tmp_path, intermediate_size=sized(2048, 1024), num_hidden_layers=sized(2, 1))
     kernels = dict.fromkeys(switches, True)
     got = generated(path, max_num_batched_tokens=50, kernel_config=kernels, enforce_eager=enforce_eager)
     assert got == greedy_reference(path, PROMPTS, [count for _, count in SHAPES])

@@ -59,6 +59,8 @@ def check_pool(pool: KVPool, requests: Iterable[Request]) -> None:
     tables: Counter[int] = Counter()
     for request in requests:
         assert len(set(request.block_ids)) == len(request.block_ids), "a block table names a block twice"
+        outside = [block for block in request.block_ids if not 0 <= block < pool.num_blocks]
+        assert not outside, f"a block table names {outside}, and the pool has {pool.num_blocks} blocks"
         tables.update(request.block_ids)
         room = len(request.block_ids) * pool.block_size
         assert request.num_computable_tokens == min(room, request.max_total_tokens - 1), "its room is miscounted"

@@ -38,9 +38,9 @@ _COMPILERS = 2  # threads: one slow grammar does not hold up the next
 # pass hold on to the cores for a while.
 _SERIAL_SECONDS = 0.003
 _MAX_ENCODED = 4096  # texts whose tokens are remembered
-# Bytes of a forced text that are encoded in one step, and the tokens at the end of so many that may be others in the
-# whole text.  A step encodes what is left, and a literal can have 100,000 characters.
-_MAX_ENCODED_LENGTH = 1024
+# Bytes of a forced text that are encoded at once, and the tokens at the end of so many that may be others in the whole
+# text.  Each token of it has what is left encoded, and a literal can have 100,000 characters.
+_MAX_ENCODED_LENGTH = 256
 _UNCERTAIN = 8
 
 

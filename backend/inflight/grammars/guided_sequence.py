@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 from inflight.grammars.spec import BEYOND_LIMITS
 
 __all__ = ["GuidedSequence", "SteadyRuns", "reason", "shown"]
 
-# Tokens of a forced text that are looked up one by one, and taken for the end of the sequence behind them.
-_MAX_FORCED = 64
+_MAX_FORCED = 64  # tokens of a forced text that are followed at once; those behind them are asked for there
 _MAX_RUNS = 4096  # remembered
 _LIMIT_ERRORS = ("lexer error:", "parser error:")  # how llguidance begins to say that it reached a limit
 
@@ -19,25 +19,29 @@ class SteadyRuns:
     """How many tokens of a forced text a mask admits alone, one after the other.
 
     A mask admits the first token of the text that is still forced, as the tokenizer writes it behind the token before.
-    Tokenizers nearly always continue as they began, but not by any rule.  So each run is followed once and remembered;
-    long ones are taken at their word, because each step would tokenize the rest.
+    Tokenizers nearly always continue as they began, but not by any rule.  So each run is followed once and remembered.
     """
 
     def __init__(self) -> None:
         self._lengths: dict[tuple[int, bytes, tuple[int, ...]], int] = {}
 
     def steady(self, matcher: Any, last: int, tokens: list[int]) -> list[int]:
-        """The part of `tokens`, an `LLMatcher`'s forced ones behind the token `last`; the matcher stays where it is."""
-        if not tokens or len(tokens) > _MAX_FORCED:
+        """The part of `tokens`, an `LLMatcher`'s forced ones behind the token `last`, up to `_MAX_FORCED` of them.
+
+        The matcher stays where it is.  If it reaches a limit on the way, it has an error, and nothing is forced.
+        """
+        if not tokens:
             return tokens
-        key = last, matcher.compute_ff_bytes(), tuple(tokens)
+        tokens = tokens[:_MAX_FORCED]
+        key = last, blake2b(matcher.compute_ff_bytes(), digest_size=16).digest(), tuple(tokens)
         length = self._lengths.get(key)
         if length is None:
             length = _follow(matcher, tokens)
+            if matcher.is_error():
+                return []
             if len(self._lengths) >= _MAX_RUNS:
                 self._lengths.clear()
-            if not matcher.is_error():
-                self._lengths[key] = length
+            self._lengths[key] = length
         return tokens[:length]
 
 
@@ -143,7 +147,7 @@ class GuidedSequence:
         if self.error:
             return []
         run = self._forced_run()
-        if not run or limit <= len(run) or len(run) > _MAX_FORCED:
+        if not run or limit <= len(run):
             return run[:limit]
         self._go_to(run)
         return [*run, self._eos_token_ids[0]] if self._matcher.is_stopped() else list(run)

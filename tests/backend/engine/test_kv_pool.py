@@ -107,3 +107,16 @@ def test_integrity_notices_a_stolen_block():
     thief.block_ids = [victim.block_ids[0]]
     with pytest.raises(AssertionError):
         check_pool(pool, [victim, thief])
+
+
+@pytest.mark.parametrize("block", [-1, 4])
+def test_integrity_notices_a_block_that_the_pool_lacks(block: int):
+    """-1 would count as the last block."""
+    pool = KVPool(4, 4)
+    victim = request([1] * 16)
+    pool.admit(victim, [])
+    pool.extend(victim, 16)
+    check_pool(pool, [victim])
+    victim.block_ids[victim.block_ids.index(3)] = block
+    with pytest.raises(AssertionError, match=f"names \\[{block}\\], and the pool has 4 blocks"):
+        check_pool(pool, [victim])

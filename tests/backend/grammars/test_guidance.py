@@ -286,7 +286,7 @@ def test_a_token_that_the_grammar_does_not_allow_ends_the_sequence_with_a_reason
 def test_a_long_literal_is_encoded_piece_by_piece_as_the_tokenizer_would(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step encodes what is left: without a bound, 100,000 characters take a step 0.3 s."""
+    """Each token has what is left encoded: without a bound, 100,000 characters take 0.3 s."""
     lengths, real = [], guidance.read_vocabulary
 
     def counted(text: str) -> Vocabulary:
@@ -296,13 +296,13 @@ def test_a_long_literal_is_encoded_piece_by_piece_as_the_tokenizer_would(
 
     monkeypatch.setattr(guidance, "read_vocabulary", counted)
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
-    literal = " ".join(f"prénom {number}" for number in range(3000))
+    literal = " ".join(f"prénom {number}" for number in range(150))
     sequence = grammars.new(GrammarSpec("choice", json.dumps([literal])))
     taken: list[int] = []
     while forced := sequence.forced(10_000):
         sequence.advance(forced)
         taken += forced
-    assert taken == tokenizer.encode(literal, add_special_tokens=False).ids
+    assert taken == [*tokenizer.encode(literal, add_special_tokens=False).ids, EOS]
     assert max(lengths) <= guidance._MAX_ENCODED_LENGTH
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import greedy_reference, make_checkpoint
+from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from emulated_card import Card
 from nightly import nightly_but
 from offline import make_core, run, tokens
@@ -30,8 +30,20 @@ pytestmark = [
 PROMPTS = [[5, 9, 30, 2, 77], [8], [100, 3, 55, 4]]
 PARAMS = [
     SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
-    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=4, ignore_eos=True, seed=3),
-    SamplingParams(temperature=1.0, frequency_penalty=0.4, max_tokens=3, ignore_eos=True, seed=4),
+    SamplingParams(
+        temperature=0.8, top_k=20, top_p=0.9, max_tokens=4, ignore_eos=True, seed=3, bad_words_ids=[[9], [3, 8]]
+    ),
+    SamplingParams(
+        temperature=1.0,
+        min_p=0.05,
+        frequency_penalty=0.4,
+        presence_penalty=0.5,
+        max_tokens=3,
+        ignore_eos=True,
+        seed=4,
+        logit_bias={7: 2.0, 9: -50.0},
+        allowed_token_ids=[*range(0, VOCAB, 3), 7],
+    ),
 ]
 LIMITS = dict(max_num_seqs=4, max_num_batched_tokens=16, max_model_len=16, block_size=4, check_on_load=False)
 

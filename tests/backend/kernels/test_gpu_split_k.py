@@ -143,6 +143,7 @@ def test_a_models_layers(small_tiles: list[tuple[int, ...]], tmp_path: Path) -> 
 
 
 @in_the_interpreter
+@pytest.mark.nightly  # make test has one of tests/gpu/test_gpu_switches.py
 def test_greedy_output_of_an_engine_equals_generate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Chunks of more than 16 tokens and decodes of fewer; tiles of the real size."""
     path, rng = make_checkpoint("llama", tmp_path, intermediate_size=2048), Random(0)

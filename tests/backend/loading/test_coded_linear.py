@@ -98,7 +98,8 @@ def test_codes_are_served_as_they_are(tmp_path: Path, name: str, caplog: pytest.
 @pytest.mark.parametrize(
     "kind",
     nightly_but(
-        ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q6_K"], ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"]
+        ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"],
+        ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"],
     ),
 )
 def test_blocks_are_served_as_they_are(tmp_path: Path, kind: str) -> None:

@@ -181,7 +181,8 @@ def test_fp8_scales_are_those_of_the_calibration_in_the_real_pool(
     calibrated = kv_scales.calibrated
     monkeypatch.setattr(kv_scales, "calibrated", lambda *args: seen.extend(calibrated(*args)) or list(seen))
     small_card.allocator.total = 400 * MIB
-    core = gpu_core(checkpoint, kv_cache_dtype="fp8", check_on_load=False, **FEW)
+    options = dict(kv_cache_dtype="fp8", quantization="fp8", dtype=DTYPES["fp8"], check_on_load=False)
+    core = gpu_core(checkpoint, **options, **FEW)
     caches = [layer.self_attn.inflight.cache for layer in core.runner.model.model.layers]
     assert len(caches[0].key) == core.info.num_blocks
     assert core.info.num_blocks > 2
@@ -189,6 +190,10 @@ def test_fp8_scales_are_those_of_the_calibration_in_the_real_pool(
         assert cache.key_scale is scales.key
         assert cache.value_scale is scales.value
         assert not torch.equal(scales.key.cpu(), torch.ones(2))
+    assert any(isinstance(module, Fp8Linear) for module in core.runner.model.modules())
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    deltas = run(core, [[1, 2, 3]], [params])
+    assert len(tokens(deltas[0, 0])) == 2, "no logits without a finite maximum"
 
 
 @pytest.mark.parametrize("quantization", [None, "fp8"])

@@ -143,7 +143,7 @@ class Tier:
                 tier's thread.
 
         Returns:
-            How many of the leading `keys` it seems to have, and the index of the first key that it has of those behind them.
+            How many of the leading `keys` it seems to have, and the index of the first one behind them that it has.
         """
         return self._finds.submit(self._find, list(keys), behind)
 
