@@ -60,8 +60,10 @@ class StreamDecoder:
             start = _infer_response_start(message)
             for head, layout in self._heads:
                 if message.startswith(head, start):
-                    self.final = False
-                    return _contents(message, start + len(head), layout)
+                    found = _contents(message, start + len(head), layout)
+                    if found is not None:  # else the head may be the beginning of another one
+                        self.final = False
+                        return found
         return None
 
     def _like_another(self, message: bytes) -> Columns | None:
@@ -72,11 +74,11 @@ class StreamDecoder:
             if message.startswith(description, place):
                 end = place + len(description)
                 found = _contents(message, end, layout)
-                if found is not None:
+                if found is not None:  # else as above
                     self.final = final
                     if not final:
                         self._heads = [(message[start:end], layout), *self._heads[: _MAX_HEADS - 1]]
-                return found
+                    return found
         return None
 
     def _whole(self, message: bytes) -> Columns:

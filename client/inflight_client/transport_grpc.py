@@ -18,8 +18,6 @@ import grpc
 import grpc.aio
 import tritonclient.grpc
 import tritonclient.grpc.aio
-from grpc._cython import cygrpc
-from grpc.aio._call import UnaryStreamCall
 from tritonclient.utils import InferenceServerException
 
 from inflight_client.connection import Connection
@@ -41,9 +39,6 @@ __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
 # The server ends an overdue request with a better message; the client only makes sure that it ends.
 _GRACE_SECONDS = 1.0
 _STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-
-# The method below `read` is not public: is it there?
-_READS_AHEAD = hasattr(cygrpc, "_AioCall") and hasattr(cygrpc._AioCall, "receive_serialized_message")
 
 
 def _rpc_timeout(timeout: float | None) -> float | None:
@@ -204,7 +199,7 @@ class AsyncGrpcCall(_CallProgress):
 
     async def __anext__(self) -> Columns:
         try:
-            response = await (self._call.read() if self._received else self._read_first())
+            response = await self._call.read()
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
@@ -219,16 +214,6 @@ class AsyncGrpcCall(_CallProgress):
         except InflightError:
             await self.close()
             raise
-
-    async def _read_first(self) -> Any:
-        """As `read`, which asks for the response only after the headers have come, although both come together.
-
-        That would be one more round through grpc's thread.  A failure is told by `read`.
-        """
-        response = grpc.aio.EOF
-        if _READS_AHEAD and type(self._call) is UnaryStreamCall:  # one with interceptors is of another type
-            response = await self._call._cython_call.receive_serialized_message()
-        return await self._call.read() if response is grpc.aio.EOF else response
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from inflight_client import AsyncStream, GenerationResult, StreamChunk
 from inflight_client.pooling import Pooled
@@ -126,6 +126,11 @@ class Generation:
         """Cancel all requests at Triton."""
         for stream in self._streams:
             stream.cancel()
+
+    @property
+    def num_prompts(self) -> int:
+        """Each has a stream and a task that calls `take`."""
+        return len(self._requests)
 
     async def first(self) -> None:
         """Wait for the first chunk, at most `keep_alive_seconds`.
@@ -301,6 +306,8 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["has_output"] = True  # the generation's first chunk
+        if self._generation.num_prompts > 1:
+            send = _in_order(send)
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
@@ -345,6 +352,20 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": False})
 
 
+def _in_order(send: Send) -> Send:
+    """`send` for several tasks: messages leave in the order of the calls.
+
+    For a slow client the server lets each call wait, and a later call can come first: an end before another's chunk.
+    """
+    lock = asyncio.Lock()
+
+    async def send_next(message: Message) -> None:
+        async with lock:
+            await send(message)
+
+    return send_next
+
+
 async def stream_events(
     gateway: Gateway,
     http: Request,
@@ -378,7 +399,7 @@ async def complete(
     The response's headers will say whether the context is shorter than `limit`.
 
     Raises:
-        APIError, ClientGone: see `Generation.pieces`.
+        APIError, ClientGone: see `Generation.deliver`.
     """
     async with Generation(gateway, http, requests) as generation:
         results = await generation.results()

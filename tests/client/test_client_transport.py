@@ -27,7 +27,10 @@ from inflight_client import (
     ServerUnreachableError,
     UnavailableError,
 )
+from inflight_client.connection import Connection
 from inflight_client.endpoint import find_endpoint
+from inflight_client.request import GenerationRequest
+from inflight_client.transport_grpc import AsyncGrpcTransport
 
 ONCE = RetryPolicy(max_attempts=1)
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
@@ -281,3 +284,25 @@ async def test_thousands_of_streams_leave_nothing() -> None:
                 await asyncio.sleep(0.05)
             else:
                 raise AssertionError(f"{after} instead of {before}")
+
+
+async def test_a_task_that_is_cancelled_before_the_first_response_cancels_its_call() -> None:
+    """At the server, and at once, though the object of the call lives on."""
+    asked, gone = threading.Event(), threading.Event()
+
+    def script(context: grpc.ServicerContext) -> Iterator[Any]:
+        context.add_callback(gone.set)
+        asked.set()
+        gone.wait(20)
+        yield from ()
+
+    with grpc_server(script) as address:
+        transport = AsyncGrpcTransport(Connection("grpc", address))
+        call = transport.open(GenerationRequest(model="m", prompt="p"), None)
+        reading = asyncio.create_task(call.__anext__())
+        assert await asyncio.to_thread(asked.wait, 20)
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        assert await asyncio.to_thread(gone.wait, 10)
+        await transport.close()

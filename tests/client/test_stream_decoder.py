@@ -61,6 +61,19 @@ def test_what_one_stream_has_had_is_not_parsed_again_in_another(monkeypatch):
         assert (found["text_output"], found["token_ids"], decoder.final) == (["b"], [7], final)
 
 
+def test_descriptions_that_begin_with_another_are_told_apart(monkeypatch):
+    """A response with one more output begins with the description of one without."""
+    longer, shorter = response("a", num_output_tokens=5, request_id="same"), response("a", request_id="same")
+    for message in (longer, shorter):  # the latest is tried first
+        StreamDecoder().columns(message.SerializeToString())
+    decoder = StreamDecoder()
+    monkeypatch.setattr(StreamDecoder, "_whole", lambda *_: pytest.fail("parsed"))
+    for _ in range(2):
+        for message in (longer, shorter):
+            assert decoder.columns(message.SerializeToString()) == reference(message)[0]
+        monkeypatch.setattr(StreamDecoder, "_like_another", lambda *_: pytest.fail("not known"))
+
+
 def test_an_id_that_is_no_text_is_refused_though_its_outputs_are_known():
     message = response("a", request_id="another").SerializeToString()
     StreamDecoder().columns(message)

@@ -8,9 +8,10 @@ import socket
 
 from scripted_client import ScriptedClient, text
 
+from inflight_client import InvalidRequestError
 from inflight_gateway.completion_events import CompletionEvents
 from inflight_gateway.gateway import Gateway
-from inflight_gateway.generation import Generation
+from inflight_gateway.generation import EventStream, Generation
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
 
@@ -89,6 +90,48 @@ async def test_chunks_that_begin_or_end_an_output_go_out_before_the_rest_of_a_bu
         one.cancel()
     await asyncio.gather(*answers, return_exceptions=True)
     assert not gateway.beginning and not gateway.metrics.open_requests
+    await gateway.close()
+
+
+class Texts:
+    """Chunks and errors as their texts."""
+
+    begin = end = bytes
+
+    def chunk(self, prompt, chunk):
+        return chunk.text.encode()
+
+    def failed(self, error):
+        return error.message.encode()
+
+
+async def test_an_error_does_not_overtake_another_prompts_chunk_that_waits_for_a_slow_client():
+    goes_on, writable = asyncio.Event(), asyncio.Event()
+    scripts = {
+        "runs": [*text("a", finish=None), goes_on, *text("slow", finish=None), asyncio.Event()],
+        "fails": [*text("b", finish=None), goes_on, InvalidRequestError("it failed")],
+    }
+    options = GatewayOptions()
+    gateway = Gateway(options, Upstream(options, ScriptedClient(lambda request: scripts[request.prompt])))
+    sent = []
+
+    async def send(message):
+        if message.get("body") == b"slow":
+            await writable.wait()
+        sent.append(message.get("body"))
+
+    generation = Generation(gateway, Waiting(), [{"model": "demo", "prompt": kind} for kind in scripts])
+    async with generation:
+        await generation.first()
+        answer = asyncio.create_task(EventStream(gateway, generation, Texts())({}, Waiting().receive, send))
+        while len(sent) < 2:
+            await asyncio.sleep(0)
+        goes_on.set()
+        for _ in range(100):  # the error gets every chance
+            await asyncio.sleep(0)
+        writable.set()
+        await answer
+    assert sent[-2:] == [b"slow", b"it failed"]
     await gateway.close()
 
 

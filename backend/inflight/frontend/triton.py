@@ -18,7 +18,7 @@ from inflight.frontend.operator.metric_specs import MetricSpec
 from inflight.frontend.operator.metrics import CreateMetric, Metrics, NoMetrics
 from inflight.frontend.operator.request_spans import RequestSpans, make_provider
 from inflight.frontend.output.heap_trim import HeapTrim
-from inflight.frontend.output.output_processor import StatsSink
+from inflight.frontend.output.interfaces import StatsSink
 from inflight.frontend.output.tensor_cache import TensorCache
 from inflight.frontend.request.contract import INPUTS, OUTPUTS, WireRequest
 from inflight.frontend.request.trace_context import below_server_span

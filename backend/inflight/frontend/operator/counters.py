@@ -8,7 +8,7 @@ from collections.abc import Container
 
 from inflight.engine.deltas import StepStats
 from inflight.engine.messages import EngineReady, StepMessage
-from inflight.frontend.output.output_processor import StatsSink
+from inflight.frontend.output.interfaces import StatsSink
 from inflight.frontend.output.request_state import RequestState
 
 __all__ = ["Counters"]

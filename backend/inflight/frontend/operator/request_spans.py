@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.messages import EngineReady, StepMessage
-from inflight.frontend.output.output_processor import StatsSink
+from inflight.frontend.output.interfaces import StatsSink
 from inflight.frontend.output.request_state import RequestState
 
 if TYPE_CHECKING:

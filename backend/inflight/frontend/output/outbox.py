@@ -28,7 +28,8 @@ class Outbox:
     Args:
         sent: called for each turn whose responses were sent: its stream, the seconds of making and of sending them, and
             whether they were the last ones.
-        failed: called for a turn that could not be sent; raises nothing, and nothing more of the stream is sent.
+        failed: called for a turn that could not be sent, and raises nothing.  What the outbox has of later turns of
+            the stream is dropped before: it would follow a gap.
     """
 
     def __init__(
@@ -56,4 +57,5 @@ class Outbox:
                     send()
                 self._sent(stream, seconds, time.monotonic() - start, final)
             except BaseException as error:  # a lost client must end no other stream
+                self._ready = deque(ready for ready in self._ready if ready.stream is not stream)
                 self._failed(stream, error)

@@ -16,21 +16,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
 
 import numpy as np
 
 from inflight.engine.deltas import RequestFailed
-from inflight.engine.messages import REQUESTS_PER_FRONTEND, AddRequest, EngineReady, Question, StepMessage
-from inflight.frontend.engine_client.replay import Replay, Resubmitter
+from inflight.engine.messages import REQUESTS_PER_FRONTEND, EngineReady, StepMessage
+from inflight.frontend.engine_client.replay import Replay
 from inflight.frontend.errors import RequestError, error_of, refusal_of
 from inflight.frontend.output.backpressure import Backpressure
 from inflight.frontend.output.cancellation import CHECK_SECONDS, CancellationWatcher
+from inflight.frontend.output.interfaces import EngineClient, StatsSink
 from inflight.frontend.output.open_limit import OpenLimit
 from inflight.frontend.output.outbox import Outbox
 from inflight.frontend.output.pacing import Pacing
@@ -40,41 +39,10 @@ from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.responder import Responder
 from inflight.frontend.text.tokenizer import Tokenizer
 
-__all__ = ["EngineClient", "OutputProcessor", "StatsSink"]
+__all__ = ["OutputProcessor"]
 
 # Turns whose responses are made before they are sent, and seconds after which no other turn is added.
 _MOST_TURNS, _TURNS_SECONDS = 16, 0.002
-
-
-class EngineClient(Resubmitter, Protocol):
-    """The part of the supervisor that streams need.  Calls never block."""
-
-    def submit(self, request: AddRequest) -> None:
-        """Hand over a request; raises RequestError if it is refused."""
-
-    def abort(self, request_id: int, index: int | None = None) -> None:
-        """Stop one sequence of a request, or all of them (`index` None); unknown ones are ignored."""
-
-    def ask(self, question: Question) -> Future[Any]:
-        """Put a question to the engine."""
-
-    def release(self, request_id: int) -> None:
-        """The request ended by itself."""
-
-
-class StatsSink(Protocol):
-    """Counts steps and requests for the metrics.  Calls are cheap; only `settle` communicates."""
-
-    def step(self, message: StepMessage, received: float, open_ids: Container[int]) -> None: ...
-    def engine_ready(self, ready: EngineReady, again: bool) -> None: ...
-    def engine_down(self) -> None: ...
-    def resubmitted(self, count: int) -> None: ...
-    def first_token(self, stream: RequestState) -> None: ...
-    def finished(self, stream: RequestState) -> None: ...
-    def unsuccessful(self, ending: str, stream: RequestState | None = None) -> None: ...
-
-    def settle(self) -> None:
-        """Publish the counts of requests: an answer is about to be sent, and its client can read the metrics then."""
 
 
 class OutputProcessor:
@@ -117,7 +85,7 @@ class OutputProcessor:
         self._streams: dict[int, RequestState] = {}
         self._streaming: set[int] = set()  # those of them whose clients get responses before the last
         self._queue = SendQueue()
-        self._outbox = Outbox(self._sent, self._broke)
+        self._outbox = Outbox(self._sent, self._lost)
         self._replay = Replay(
             engine, self._streams, self._fail, stats.resubmitted, max_replays, self._run_behind_output, self._run_later
         )
@@ -325,15 +293,19 @@ class OutputProcessor:
         """Serve the next stream once.  Streams that have ended are served first, once the metrics include them."""
         start = time.monotonic()
         if ended := self._queue.take_ended(start):
+            self._outbox.send_all()  # publishing takes a while
             self._settle()
             for stream in ended:
                 stream.settled = True
                 self._queue.add(stream)
         elif (next_stream := self._queue.take(start)) is not None:
+            if next_stream.prompt_logprobs is not None:  # they are long: no other stream's response waits for them
+                self._outbox.send_all()
+                start = time.monotonic()
             self._guarded(self._advance, next_stream)
             if not next_stream.closed:
                 self._queue.charge(next_stream, time.monotonic() - start)
-                if next_stream.inbox:
+                if next_stream.inbox and next_stream.end_time is None:  # behind its end nothing counts
                     self._queue.add(next_stream)
                 self._backpressure.served(next_stream)
 
@@ -382,8 +354,12 @@ class OutputProcessor:
     def _send(self, stream: RequestState, final: bool) -> None:
         """Make the responses of a turn; they are sent behind it (`_serve_some`)."""
         start, parts, sends = time.monotonic(), stream.parts(final), []
-        for number, sequences in enumerate(parts, 1):
-            sends.append(stream.responder.prepare(stream.outputs(sequences), final and number == len(parts)))
+        try:
+            for number, sequences in enumerate(parts, 1):
+                sends.append(stream.responder.prepare(stream.outputs(sequences), final and number == len(parts)))
+        except BaseException:  # the stream's error comes behind the parts that are made
+            self._outbox.add(stream, sends, time.monotonic() - start, False)
+            raise
         stream.sent()
         stream.sent_time, stream.due, stream.early = time.monotonic(), 0.0, 0.0
         self._outbox.add(stream, sends, stream.sent_time - start, final)
@@ -396,6 +372,11 @@ class OutputProcessor:
             self._engine.release(stream.request_id)
         else:
             self._queue.charge_more(stream, sent_seconds)
+
+    def _lost(self, stream: RequestState, error: BaseException) -> None:
+        """A response could not be sent: what waits for its due time would follow a gap."""
+        stream.due = 0.0
+        self._broke(stream, error)
 
     def _broke(self, stream: RequestState, error: BaseException) -> None:
         """A bug, a panic or a lost client: the stream ends with an error."""

@@ -1065,3 +1065,88 @@ def test_a_metric_that_fails_beside_a_lost_client_stops_no_other_response(
     monkeypatch.setattr(rig.stats, "unsuccessful", broken)
     rig.step(*[SequenceDelta(number, 0, IDS, "length") for number in (1, 2, 3)])
     assert clients[1].wait().texts() == clients[2].wait().texts() == [TEXT]
+
+
+def at_once(rig: Rig, *deltas: SequenceDelta) -> None:
+    """These deltas, one a step, have all arrived before a stream gets a turn."""
+    gate = threading.Event()
+    rig.streams.run(lambda: gate.wait(10) and None)
+    for delta in deltas:
+        rig.step(delta)
+    rig.streams.run(lambda: None)
+    gate.set()
+
+
+class LosesFirst(Postman):
+    """Its first response cannot be sent; later ones could."""
+
+    def send(self, outputs: dict[str, Any], final: bool) -> None:
+        self.lost = not any(kind == "sent" for kind, _ in self.log)
+        super().send(outputs, final)
+
+
+def loses_first(rig: Rig) -> LosesFirst:
+    client = LosesFirst()
+    client.log, client.number = [], 1
+    rig.streams.open(make_request(PROMPT, max_tokens=40), client)
+    rig.settle()
+    return client
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_nothing_of_a_stream_follows_a_response_that_was_lost(
+    paced: Rig, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """Several turns of it were made by then, or its further output waits to be due."""
+    monkeypatch.setattr(inbox, "MOST_TOKENS", 1)
+    monkeypatch.setattr(output_processor, "SLICE", 0.0)
+    monkeypatch.setattr(output_processor, "_TURNS_SECONDS", 60.0)
+    paced.streams._pacing.wait = 1000.0 if waits else 0.0  # type: ignore[union-attr]
+    client = loses_first(paced)
+    at_once(paced, *[SequenceDelta(1, 0, [token]) for token in IDS[:4]])
+    assert client.wait().error == ("INTERNAL", "RuntimeError: cannot reach the client")
+    assert client.log == [("made", 1)] * (1 if waits else 4) + [("sent", 1), ("failed", 1)]
+
+
+def test_a_lost_last_response_is_not_followed_by_an_end_without_its_text(rig: Rig) -> None:
+    """Tokens of a step behind the end arrive while the metrics are published."""
+    client = loses_first(rig)
+    late = step_message([SequenceDelta(1, 0, IDS[:1])], STATS)
+    rig.stats.settle = lambda: rig.streams._take(time.monotonic(), late)  # type: ignore[method-assign]
+    rig.step(SequenceDelta(1, 0, IDS, "length"))
+    assert client.wait().error == ("INTERNAL", "RuntimeError: cannot reach the client")
+    assert client.log == [("made", 1), ("sent", 1), ("failed", 1)]
+
+
+def test_what_is_made_does_not_wait_for_the_metrics(rig: Rig) -> None:
+    _, log = postmen(rig, 2)
+    rig.stats.settle = lambda: log.append(("published", 0))  # type: ignore[method-assign]
+    rig.step(SequenceDelta(1, 0, IDS, "length"), SequenceDelta(2, 0, IDS[:2]))
+    rig.settle()
+    assert log == [("made", 2), ("sent", 2), ("published", 0), ("made", 1), ("sent", 1)]
+
+
+def test_what_is_made_does_not_wait_for_the_log_probabilities_of_a_prompt(rig: Rig) -> None:
+    _, log = postmen(rig, 1)
+    client = Postman()
+    client.log, client.number = log, 2
+    rig.streams.open(make_request(PROMPT, returns=["return_prompt_logprobs"], prompt_logprobs=0), client)
+    rig.settle()
+    rows = Logprobs.of([[(token, -1.0, 1)] for token in PROMPT])
+    rig.step(SequenceDelta(1, 0, IDS[:2]), SequenceDelta(2, 0, IDS[:1], None, None, None, rows))
+    rig.settle()
+    assert log == [("made", 1), ("sent", 1), ("made", 2), ("sent", 2)]
+
+
+def test_parts_that_are_made_are_sent_though_another_cannot_be(rig: Rig) -> None:
+    class Client(RecordingClient):
+        def prepare(self, outputs: dict[str, Any], final: bool) -> Callable[[], None]:
+            if outputs["sequence_index"].tolist() == [1]:
+                raise MemoryError("no shared memory")
+            return super().prepare(outputs, final)
+
+    client = Client()
+    rig.streams.open(make_request(PROMPT, returns=["return_token_ids"], n=2, separate=True), client)
+    rig.step(SequenceDelta(1, 0, IDS, "length"), SequenceDelta(1, 1, IDS, "length"))
+    assert client.wait().error == ("INTERNAL", "MemoryError: no shared memory")
+    assert [response["token_ids"].tolist() for response in client.responses] == [IDS]
