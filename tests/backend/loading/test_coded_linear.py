@@ -177,11 +177,14 @@ def test_int4_weighs_errors_by_inputs(tmp_path: Path) -> None:
 def test_int4_loads_where_inputs_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the check, the native forward pass needs nothing of the model's code.  Random weights are not measured."""
+    """Without the check, the native forward pass needs nothing of transformers' attention.  Random weights are not measured."""
     path = make_checkpoint("llama", tmp_path, **_SIZES)
 
-    def fails(*_: object, **__: object) -> None:
-        raise AssertionError("no such kernel")
+    forward = LlamaModel.forward
+
+    def fails(model: LlamaModel, *args: Any, **kwargs: Any) -> Any:
+        assert model.config._attn_implementation != "eager", "no such kernel"
+        return forward(model, *args, **kwargs)
 
     monkeypatch.setattr(LlamaModel, "forward", fails)
     model = loaded(path, quantization="int4", check_on_load=False, load_format="dummy").model

@@ -34,7 +34,6 @@ def sizes_of_runs(model: Any) -> list[tuple[int, ...]]:
 
 
 def test_they_are_those_of_transformers_and_the_model_is_as_before(model: Any) -> None:
-    """Without those of the first token of each sequence."""
     threads = torch.get_num_threads()
     found = mean_squares(model, NAMES, model.config)
     assert model.config._attn_implementation == IMPLEMENTATION and torch.get_num_threads() == threads
@@ -48,7 +47,7 @@ def test_they_are_those_of_transformers_and_the_model_is_as_before(model: Any) -
     with torch.inference_mode():
         plain(torch.randint(model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(0)))
     for name in NAMES:
-        squares = inputs[name][:, 1:].square().mean((0, 1))
+        squares = inputs[name].square().mean((0, 1))
         assert torch.allclose(found[name], squares / squares.mean() + 1e-4, rtol=1e-4)
 
 
@@ -124,6 +123,17 @@ def test_an_input_can_have_a_name_or_rows_in_a_line(model: Any) -> None:
 
     mlp.forward = forward
     assert torch.allclose(mean_squares(model, NAMES, model.config)[NAMES[1]], expected, rtol=1e-5)
+
+
+def test_the_first_token_counts_but_does_not_decide_alone(model: Any) -> None:
+    """As attention sinks have it: one channel that is far larger than the others."""
+
+    def enlarge(layer: object, args: tuple[Tensor]) -> None:
+        args[0][:, 0, 5] = 1e4
+
+    model.model.layers[1].mlp.down_proj.register_forward_pre_hook(enlarge)
+    found = mean_squares(model, NAMES, model.config)[NAMES[1]]
+    assert 0.3 < found[5] / found.sum() < 0.7
 
 
 def test_layers_before_a_failure_are_measured(model: Any, caplog: pytest.LogCaptureFixture) -> None:
