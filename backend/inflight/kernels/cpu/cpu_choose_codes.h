@@ -11,32 +11,13 @@ namespace inflight {
 namespace INFLIGHT_ISA {
 
 constexpr int kCodeVectors = kFineGroup / kLanes;
-constexpr int kHalf = kLanes / 2;
-constexpr int kCodeHalves = kFineGroup / kHalf;
 constexpr float kLargestCode = 15.0f;
 constexpr float kLargestByte = 255.0f;
-// Of the largest importance in a group, that each weight has at least.  With less, the few weights that count would leave
-// the fit of two numbers to chance, and the others without a limit.
+// Of the largest importance in a group, that each weight has at least.  With less, the one or two weights that count would
+// leave the fit of two numbers to rounding, and the errors of the others without a limit.
 constexpr float kLeastImportance = 1e-3f;
-constexpr double kLeastDeterminant = 1e-6;  // of its first product: below, the codes are too alike to fit two numbers
-
-typedef double Doubles __attribute__((vector_size(8 * kHalf)));
-
-INFLIGHT_INLINE Doubles load_doubles(const float* from) {
-  typedef float Floats __attribute__((vector_size(4 * kHalf)));
-  Floats result;
-  __builtin_memcpy(&result, from, sizeof result);
-  return __builtin_convertvector(result, Doubles);
-}
-
-INFLIGHT_INLINE double reduce_add(Doubles x) {
-  double lanes[kHalf];
-  __builtin_memcpy(lanes, &x, sizeof x);
-  for (int width = kHalf / 2; width > 0; width /= 2) {
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  }
-  return lanes[0];
-}
+// Of its first product: below, the codes are too alike to fit two numbers.  Sums are off by a few 1e-7.
+constexpr double kLeastDeterminant = 1e-5;
 
 // A group of weights is about code * scale - minimum.
 struct CodeRange {
@@ -45,17 +26,15 @@ struct CodeRange {
 };
 
 // Sums over a group, each element times its importance: of codes, their squares, and their products with the weights.
-// Differences of them decide, so they are exact but for the last bits of a double.
 struct CodeSums {
   double codes, squares, products;
 };
 
 struct CodeGroup {
   Vec x[kCodeVectors];
-  Doubles exact[kCodeHalves];       // the same
-  Doubles importance[kCodeHalves];  // of a squared error
-  CodeRange plain;                  // codes 0 and 15 are the extremes; it reaches zero
-  double total, sum, squares;       // of the importance; of the weights and their squares, each times its importance
+  Vec importance[kCodeVectors];  // of a squared error
+  CodeRange plain;               // codes 0 and 15 are the extremes; it reaches zero
+  double total, sum, squares;    // of the importance; of the weights and their squares, each times its importance
 
   CodeGroup(const float* weights, const float* importances) {
     Vec low = load(weights), high = low, most = load(importances);
@@ -68,15 +47,13 @@ struct CodeGroup {
     const float lowest = -reduce_max(-low), highest = reduce_max(high);
     plain.minimum = lowest < 0.0f ? -lowest : 0.0f;
     plain.scale = (highest + plain.minimum) / kLargestCode;
-    const Doubles least = double(kLeastImportance * reduce_max(most)) - Doubles{};
-    Doubles totals = {}, sums = {}, of_squares = {};
-    for (int i = 0; i < kCodeHalves; ++i) {
-      const Doubles given = load_doubles(importances + i * kHalf);
-      importance[i] = given > least ? given : least;
-      exact[i] = load_doubles(weights + i * kHalf);
+    const Vec least = splat(kLeastImportance * reduce_max(most));
+    Vec totals = {}, sums = {}, of_squares = {};
+    for (int i = 0; i < kCodeVectors; ++i) {
+      importance[i] = maximum(load(importances + i * kLanes), least);
       totals += importance[i];
-      sums += importance[i] * exact[i];
-      of_squares += importance[i] * exact[i] * exact[i];
+      sums += importance[i] * x[i];
+      of_squares += importance[i] * x[i] * x[i];
     }
     total = reduce_add(totals), sum = reduce_add(sums), squares = reduce_add(of_squares);
   }
@@ -90,14 +67,12 @@ struct CodeGroup {
   }
 
   INFLIGHT_INLINE CodeSums sums_of(float inverse, float minimum) const {
-    float found[kFineGroup];
-    for (int i = 0; i < kCodeVectors; ++i) store(found + i * kLanes, code(i, inverse, minimum));
-    Doubles codes = {}, code_squares = {}, products = {};
-    for (int i = 0; i < kCodeHalves; ++i) {
-      const Doubles of = load_doubles(found + i * kHalf), weighted = of * importance[i];
+    Vec codes = {}, code_squares = {}, products = {};
+    for (int i = 0; i < kCodeVectors; ++i) {
+      const Vec found = code(i, inverse, minimum), weighted = found * importance[i];
       codes += weighted;
-      code_squares += weighted * of;
-      products += weighted * exact[i];
+      code_squares += weighted * found;
+      products += weighted * x[i];
     }
     return {reduce_add(codes), reduce_add(code_squares), reduce_add(products)};
   }
