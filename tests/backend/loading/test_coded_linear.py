@@ -177,7 +177,7 @@ def test_int4_weighs_errors_by_inputs(tmp_path: Path) -> None:
 def test_int4_loads_where_inputs_cannot_be_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without the check, the native forward pass needs nothing of transformers' attention.  Random weights are not measured."""
+    """Without the check, nothing else needs transformers' attention.  Random weights are not measured."""
     path = make_checkpoint("llama", tmp_path, **_SIZES)
 
     forward = LlamaModel.forward

@@ -29,7 +29,6 @@ _SEQUENCES, _LENGTH = 4, 32
 # measured.
 _PRODUCTS, _FEWEST = 128_000_000_000, 16
 _MOST_WEIGHTS = 16_000_000_000
-_OUTLIER = 32  # times the median square of an input, so that the first tokens count about as much as all others together
 # Part of their mean that is added to all: what random tokens leave at zero, text may not.
 _FLOOR = 1e-4
 
@@ -39,13 +38,13 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
     """Mean squares of the inputs, float32 [K], of the linear layers `names`; their mean is 1.
 
     Random tokens run through `model`, which is on a CPU, with transformers' own attention, in float32, on one thread,
-    so that the result has the same bits each time.  A token counts at most as much as `_OUTLIER` usual ones: trained
-    models attend to the first token where there is nothing to attend to, and its input of some layer has 400,000 times
-    the square of the others' (SmolLM2-135M), which would decide alone.  Without it the loss is larger (bench/
-    quantization.py, `shuffled`: a perplexity of 13.98 instead of 13.46), since all tokens attend to what it becomes.
+    so that the result has the same bits each time.  The first token of a sequence counts as any other, though trained
+    models attend to it where there is nothing to attend to, and its input of some layer has 400,000 times the square of
+    the others' (SmolLM2-135M): all tokens read what becomes of it.  Without it bench/quantization.py finds a perplexity
+    of 13.98 instead of 13.40 (`shuffled`), with at most 32 times the median square of a token 13.45.
 
-    Layers without a finite result are left out, such as an expert that saw no token; so are those that the model does not
-    reach because it fails, and all of a model of more than 16 billion weights.
+    Layers without a finite result are left out, such as an expert that saw no token; so are those that the model does
+    not reach because it fails, and all of a model of more than 16 billion weights.
 
     Args:
         names: paths in `model`.
@@ -67,7 +66,8 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
     sums: dict[str, Tensor] = {}
 
     def add(name: str, layer: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        squares = _squares(args[0] if args else kwargs["input"])
+        x = args[0] if args else kwargs["input"]
+        squares = x.flatten(0, -2).float().square().sum(0)
         sums[name] = sums[name] + squares if name in sums else squares
 
     layers = {name: model.get_submodule(name) for name in names}
@@ -79,7 +79,10 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
         missing = len(names) - len(sums)
         _log.warning(
             "inputs of %d of %d linear layers cannot be measured: %s: %s",
-            missing, len(names), type(error).__name__, error,
+            missing,
+            len(names),
+            type(error).__name__,
+            error,
         )
     finally:
         for hook in hooks:
@@ -101,13 +104,6 @@ def _part_with(model: Any, layers: Iterable[nn.Module]) -> nn.Module:
     base: nn.Module = model.base_model
     within = set(base.modules())
     return base if all(layer in within for layer in layers) else model
-
-
-def _squares(x: Tensor) -> Tensor:
-    """[..., K] -> [K]: sums over tokens; of one with very large inputs, a part."""
-    squares = x.flatten(0, -2).float().square()
-    of_tokens = squares.sum(1, keepdim=True)
-    return (squares * (_OUTLIER * of_tokens.median() / of_tokens).clamp_max(1.0)).sum(0)
 
 
 def _run(model: nn.Module, part: nn.Module, token_ids: Tensor) -> None:
