@@ -25,8 +25,8 @@ __all__ = ["mean_squares"]
 _log = logging.getLogger(__name__)
 
 _SEQUENCES, _LENGTH = 4, 32
-# Tokens times weights, which bound the time: a few seconds.  A model that would get fewer than `_FEWEST` tokens is not
-# measured.
+# Tokens times weights, which bound the time; the fewest tokens that tell something; and the weights above which even
+# these take too long.
 _PRODUCTS, _FEWEST = 128_000_000_000, 16
 _MOST_WEIGHTS = 16_000_000_000
 # Part of their mean that is added to all: what random tokens leave at zero, text may not.
