@@ -23,13 +23,15 @@ def logger() -> Iterator[None]:
         log.setLevel(logging.NOTSET)
 
 
-def test_the_phases_come_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("options", [{}, {"quantization": "int4"}], ids=["plain", "int4"])
+def test_the_phases_come_in_order(tmp_path: Path, caplog: pytest.LogCaptureFixture, options: dict[str, str]) -> None:
     caplog.set_level(logging.INFO, load_phases.__name__)
-    make_runner(make_config(make_checkpoint("llama", tmp_path)))
+    make_runner(make_config(make_checkpoint("llama", tmp_path), **options))
     phases = [record.getMessage() for record in caplog.records if record.name == load_phases.__name__]
     assert list(dict.fromkeys(phases)) == [
         "importing transformers",
         "reading the weights",
+        *(["measuring inputs", "quantizing the weights"] if options else []),
         "computing reference logits",
         "packing the weights",
         "checking the logits",

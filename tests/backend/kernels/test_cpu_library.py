@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import subprocess
@@ -68,6 +69,16 @@ class TestAnotherLibrary:
         monkeypatch.setenv("CXX", "/nowhere/g++")
         reason = library.unavailable() or ""
         assert "cannot be loaded on this machine" in reason and "/nowhere/g++" in reason
+
+
+def test_no_signature_changes_without_the_version() -> None:
+    """A library of other signatures would be called with arguments in the wrong places."""
+    signatures = {
+        name: ([argument.__name__ for argument in arguments], result and result.__name__)
+        for name, (arguments, result) in library._SIGNATURES.items()
+    }
+    digest = hashlib.blake2b(repr(signatures).encode(), digest_size=4).hexdigest()
+    assert (library.ABI, digest) == (9, "22d09d9f"), "raise ABI and `inflight_abi`, and put both numbers here"
 
 
 @pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))

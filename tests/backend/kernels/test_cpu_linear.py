@@ -297,6 +297,18 @@ def test_int4_rounds_weights_of_large_inputs_less() -> None:
     assert found < 0.5 * plain
 
 
+def test_int4_loses_neither_a_group_with_one_very_large_input_nor_the_others(isa: str) -> None:
+    """Such a group has no better fit than any other, and its scale is the unit of all in a feature."""
+    weight, importance = random(256, 512, dtype=torch.float32), torch.ones(512)
+    importance[64:96], importance[70] = 1e-4, 1e4
+    found, plain = (
+        (INT4.encode(weight, given).dequantize() - weight).square().unflatten(1, (-1, 32)).sum(2)
+        for given in (importance, None)
+    )
+    assert (found[:, 2] < 4 * plain[:, 2]).all() and found[:, 2].sum() < 1.5 * plain[:, 2].sum()
+    assert (found[:, 3:].sum(1) < 1.2 * plain[:, 3:].sum(1)).all()
+
+
 @pytest.mark.parametrize(
     "group",
     [

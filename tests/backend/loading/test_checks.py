@@ -10,6 +10,7 @@ import torch
 from checkpoints import make_checkpoint
 from nightly import nightly_but
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.gpt2 import modeling_gpt2
 from transformers.models.gpt_oss import modeling_gpt_oss
@@ -78,6 +79,24 @@ def test_float32_without_a_copy_of_the_weights(tmp_path: Path) -> None:
     assert can_run_in_float32(half) and not can_run_in_float32(exact)
     half.register_buffer("codes", torch.zeros(2, dtype=torch.float8_e4m3fn))
     assert not can_run_in_float32(half)
+
+
+def test_in_float32_no_table_is_widened_for_a_few_of_its_rows() -> None:
+    """A vocabulary of 250,000 would take gigabytes."""
+    table, rows = nn.Embedding(1000, 8).bfloat16(), torch.tensor([[3, 999]])
+    experts, made = torch.randn(50, 8, 8, dtype=torch.float16), []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            made.append(result.numel() if result.dtype == torch.float32 else 0)
+            return result
+
+    with torch.inference_mode(), Sizes(), InFloat32():
+        found, expert = table(rows), experts[7]
+    assert torch.equal(found, table.weight.float()[rows]) and torch.equal(expert, experts.float()[7])
+    assert found.dtype == expert.dtype == torch.float32
+    assert max(made) == 64
 
 
 def test_in_half_precision_the_tolerance_is_a_few_times_transformers_own_error(tmp_path: Path) -> None:

@@ -14,11 +14,14 @@ from checkpoints import make_checkpoint
 from integer_checkpoints import WRITERS, write
 from nightly import nightly_but
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaModel
 
+from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import ConfigError, EngineConfig
 from inflight.kernels.cpu.cpu_linear import PackedWeight
 from inflight.kernels.cpu.library import unavailable
-from inflight.kernels.cpu.weight_format import INT6, Codes4, Codes8
+from inflight.kernels.cpu.weight_format import INT4, INT6, Codes4, Codes8
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.checkpoint import weights
 from inflight.loading.forward.native_decoder import NativeDecoder
@@ -27,6 +30,7 @@ from inflight.loading.load_errors import LoadError
 from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.loader import load
 from inflight.loading.quantization.coded_linear import CodedLinear
+from inflight.loading.quantization.input_squares import mean_squares
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
@@ -158,6 +162,37 @@ def test_int4_is_compared_with_what_its_codes_say(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Codes4, "affine", wrong)
     with pytest.raises(LoadError, match="other logits with weights in int4"):
         loaded(path, quantization="int4")
+
+
+def test_int4_weighs_errors_by_inputs(tmp_path: Path) -> None:
+    path = make_checkpoint("llama", tmp_path, **_SIZES)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=IMPLEMENTATION)
+    name = "model.layers.1.mlp.down_proj"
+    weight = plain.get_submodule(name).weight.data
+    importance = mean_squares(plain, [name], plain.config)[name]
+    found = layers_of(loaded(path, quantization="int4").model)[f"{name}.weight"]
+    assert torch.equal(found, INT4.encode(weight, importance).dequantize())
+    assert not torch.equal(found, INT4.encode(weight).dequantize())
+
+
+def test_int4_loads_where_inputs_cannot_be_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without the check, nothing else needs transformers' attention.  Random weights are not measured."""
+    path = make_checkpoint("llama", tmp_path, **_SIZES)
+
+    forward = LlamaModel.forward
+
+    def fails(model: LlamaModel, *args: Any, **kwargs: Any) -> Any:
+        assert model.config._attn_implementation != "eager", "no such kernel"
+        return forward(model, *args, **kwargs)
+
+    monkeypatch.setattr(LlamaModel, "forward", fails)
+    model = loaded(path, quantization="int4", check_on_load=False, load_format="dummy").model
+    assert "cannot be measured" not in caplog.text
+    model = loaded(path, quantization="int4", check_on_load=False).model
+    assert "inputs of 14 of 14 linear layers cannot be measured: AssertionError: no such kernel" in caplog.text
+    assert isinstance(model.tables.layers[0].down.codes(), Codes4)
 
 
 @pytest.mark.parametrize("name", ["gptq", "int-quantized", "gptq_v2 8 bits"])

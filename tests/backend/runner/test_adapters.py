@@ -132,7 +132,7 @@ def results(core: EngineCore, refs: list[AdapterRef | None], together: bool = Tr
         *(
             pytest.param(dtype, isa, marks=pytest.mark.nightly)
             for dtype in ("float32", "bfloat16", "float16")
-            for isa in ("avx512", "avx2", "portable")
+            for isa in ("avx512vnni", "avx512", "avx2", "portable")
         ),
     ],
 )

@@ -13,6 +13,11 @@ namespace INFLIGHT_ISA {
 constexpr int kCodeVectors = kFineGroup / kLanes;
 constexpr float kLargestCode = 15.0f;
 constexpr float kLargestByte = 255.0f;
+// Of the largest importance in a group, that each weight has at least.  With less, the one or two weights that count would
+// leave the fit of two numbers to rounding, and the errors of the others without a limit.
+constexpr float kLeastImportance = 1e-3f;
+// Of its first product: below, the codes are too alike to fit two numbers.  Sums are off by a few 1e-7.
+constexpr double kLeastDeterminant = 1e-5;
 
 // A group of weights is about code * scale - minimum.
 struct CodeRange {
@@ -28,22 +33,28 @@ struct CodeSums {
 struct CodeGroup {
   Vec x[kCodeVectors];
   Vec importance[kCodeVectors];  // of a squared error
-  float lowest, highest;
-  double total, sum, squares;  // of the importance; of the weights and their squares, each times its importance
+  CodeRange plain;               // codes 0 and 15 are the extremes; it reaches zero
+  double total, sum, squares;    // of the importance; of the weights and their squares, each times its importance
 
   CodeGroup(const float* weights, const float* importances) {
-    Vec totals = {}, sums = {}, of_squares = {}, low = load(weights), high = low;
+    Vec low = load(weights), high = low, most = load(importances);
     for (int i = 0; i < kCodeVectors; ++i) {
       x[i] = load(weights + i * kLanes);
-      importance[i] = load(importances + i * kLanes);
       low = x[i] < low ? x[i] : low;
       high = x[i] > high ? x[i] : high;
+      most = maximum(most, load(importances + i * kLanes));
+    }
+    const float lowest = -reduce_max(-low), highest = reduce_max(high);
+    plain.minimum = lowest < 0.0f ? -lowest : 0.0f;
+    plain.scale = (highest + plain.minimum) / kLargestCode;
+    const Vec least = splat(kLeastImportance * reduce_max(most));
+    Vec totals = {}, sums = {}, of_squares = {};
+    for (int i = 0; i < kCodeVectors; ++i) {
+      importance[i] = maximum(load(importances + i * kLanes), least);
       totals += importance[i];
       sums += importance[i] * x[i];
       of_squares += importance[i] * x[i] * x[i];
     }
-    lowest = -reduce_max(-low);
-    highest = reduce_max(high);
     total = reduce_add(totals), sum = reduce_add(sums), squares = reduce_add(of_squares);
   }
 
@@ -66,14 +77,16 @@ struct CodeGroup {
     return {reduce_add(codes), reduce_add(code_squares), reduce_add(products)};
   }
 
-  // The range that fits best to codes with these sums, by least squares; its scale is 0 if there is none.
+  // The range that fits best to codes with these sums, by least squares; its scale is 0 if there is none.  One that is
+  // far from the plain range fits few weights and takes the precision of the feature's other groups.
   CodeRange fit(const CodeSums& of) const {
     const double determinant = total * of.squares - of.codes * of.codes;
-    if (!(determinant > 0.0)) return {0.0f, 0.0f};
-    const double scale = (total * of.products - sum * of.codes) / determinant;
-    const double minimum = (of.codes * of.products - of.squares * sum) / determinant;
-    if (minimum < 0.0) return {float(of.products / of.squares), 0.0f};
-    return {float(scale), float(minimum)};
+    if (!(determinant > kLeastDeterminant * total * of.squares)) return {0.0f, 0.0f};
+    double scale = (total * of.products - sum * of.codes) / determinant;
+    double minimum = (of.codes * of.products - of.squares * sum) / determinant;
+    if (minimum < 0.0) scale = of.products / of.squares, minimum = 0.0;
+    const bool is_near = 2.0 * scale >= plain.scale && scale <= 2.0 * plain.scale;
+    return is_near ? CodeRange{float(scale), float(minimum)} : CodeRange{0.0f, 0.0f};
   }
 
   // The sum of squared errors of codes with these sums.
@@ -86,12 +99,12 @@ struct CodeGroup {
 
 // The best of some ranges: each is the fit to codes which a slightly different scale gives.
 inline CodeRange best_range(const CodeGroup& group) {
-  const float minimum = group.lowest < 0.0f ? -group.lowest : 0.0f, range = group.highest + minimum;
-  CodeRange best = {range / kLargestCode, minimum};
-  if (!(range > 1e-30f)) return best;
+  CodeRange best = group.plain;
+  if (!(best.scale > 1e-31f)) return best;
   double least = INFINITY;
   for (int step = -5; step <= 5; ++step) {
-    const CodeSums sums = group.sums_of((kLargestCode + 0.2f * float(step)) / range, minimum);
+    const float inverse = (1.0f + 0.2f / kLargestCode * float(step)) / group.plain.scale;
+    const CodeSums sums = group.sums_of(inverse, group.plain.minimum);
     const CodeRange found = group.fit(sums);
     const double error = group.error(sums, found);
     if (found.scale > 0.0f && error < least) {

@@ -40,7 +40,7 @@ _FORKED = (
     'product would wait for them for ever; start it with multiprocessing\'s "spawn" method'
 )
 
-ABI = 8  # of cpu_library.cpp
+ABI = 9  # of cpu_library.cpp
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SLACK = 64  # bytes that kernels may read past the end of an allocation
 _REBUILD = "run `python -m inflight.kernels.cpu.build`"

@@ -17,18 +17,22 @@ from inflight.loading.quantization.int4_linear import Int4Linear
 __all__ = ["InFloat32", "can_run_in_float32"]
 
 _HALF = (torch.bfloat16, torch.float16)
+_LOOKUPS = ("embedding", "__getitem__")  # read a part of a tensor
 
 
 class InFloat32(TorchFunctionMode):
     """Context: every function of torch gets its half-precision tensors, and dtypes among its arguments, as float32.
 
-    A weight is widened for the one operation that reads it.  Nothing half-precise is written to: results, and what the
-    model makes of them, are float32.
+    A weight is widened for the one operation that reads it; of a table, only the rows that are looked up.  Nothing
+    half-precise is written to: results, and what the model makes of them, are float32.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in ("__get__", "__set__"):  # attributes, such as a weight's shape
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):  # attributes, such as a weight's shape
             return func(*args, **(kwargs or {}))
+        if name in _LOOKUPS:
+            return _widened(func(*args, **(kwargs or {})))
         return func(*tree_map(_widened, args), **tree_map(_widened, kwargs or {}))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from inflight.config import STORED, ConfigError, EngineConfig
@@ -20,16 +18,17 @@ __all__ = ["check_scheme", "scheme_of"]
 _DEFAULT_HEAD_BITS = 8
 
 _SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(), "int4": Int4()}
-_ON_A_CPU: dict[str | None, Callable[[WeightFormat], Scheme]] = {"int8": Int8, "int4": CpuInt4}
+_WITH_HEAD_BITS = ("int8", "int4")
 _HEADS: dict[int, WeightFormat] = {4: INT4, 6: INT6, 8: FINE_INT8, 16: PLAIN}
 
 
 def scheme_of(config: EngineConfig) -> Scheme:
     """The scheme that `quantization` in model.json asks for; the name of how a checkpoint is stored asks for none."""
     name = None if config.quantization in STORED else config.quantization
-    if config.device == "cpu" and name in _ON_A_CPU:
-        return _ON_A_CPU[name](_HEADS[config.head_bits or _DEFAULT_HEAD_BITS])
-    return _SCHEMES[name]
+    if config.device != "cpu" or name not in _WITH_HEAD_BITS:
+        return _SCHEMES[name]
+    head = _HEADS[config.head_bits or _DEFAULT_HEAD_BITS]
+    return Int8(head) if name == "int8" else CpuInt4(head, measures=config.load_format == "auto")
 
 
 def check_scheme(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
@@ -37,7 +36,7 @@ def check_scheme(config: EngineConfig, device: torch.device, dtype: torch.dtype)
     Raises:
         ConfigError: `device` cannot compute with weights as `quantization` and `head_bits` say.
     """
-    if config.head_bits is not None and (device.type != "cpu" or config.quantization not in _ON_A_CPU):
+    if config.head_bits is not None and (device.type != "cpu" or config.quantization not in _WITH_HEAD_BITS):
         raise ConfigError(
             f'head_bits={config.head_bits} is for quantization="int8" or "int4" on a CPU, and elsewhere the head stays '
             "as it is; remove it"
