@@ -28,6 +28,9 @@ arrivals = st.lists(
     max_size=8,
 )
 
+# Tasks before a step, from which end, and beside the step in flight.
+pace = st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 9))
+
 
 @st.composite
 def workloads(draw):
@@ -55,7 +58,7 @@ def workloads(draw):
         "drafter": draw(drafters),
         "engines": draw(st.lists(arrivals, min_size=2, max_size=3)),
         "faults": draw(st.lists(faults, min_size=1, max_size=2)),
-        "pace": draw(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=8)),
+        "pace": draw(st.lists(pace, min_size=1, max_size=8)),
         "is_patient": draw(st.booleans()),
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -69,6 +70,13 @@ def stored(prompt: list[int] = PROMPT, fields: Any = None, **options: Any) -> Me
     assert store.extents
     store.asked.clear()
     return store
+
+
+def from_tiers(rig: TieredRig) -> tier_admission.TierAdmission:
+    policy: Any = rig.core.scheduler.policies.admission
+    while not isinstance(policy, tier_admission.TierAdmission):
+        policy = policy._inner
+    return policy
 
 
 def num_computed(rig: TieredRig) -> int:
@@ -212,6 +220,66 @@ def test_blocks_that_another_request_gets_before_their_step_has_run_are_left_out
         pool.forget(request, 0)
 
 
+def test_a_block_that_the_step_in_flight_writes_is_filled_after_it():
+    """A request ended with the token of a step, and the next one, made before, computes a wasted row."""
+    prompt = [9, 8, 7, 6, 5]
+    said = answer(prompt, 9)
+    last = next(n for n in range(4, 9) if said[n] not in said[:n])
+    rig = rig_of(stored(), async_scheduling=True)
+    add(rig.core, 0, prompt, max_tokens=20, ignore_eos=True, stop_token_ids=[said[last]])
+    while len(rig.outputs.get((0, 0), [])) < last - 1:
+        rig.step()
+    add(rig.core, 1, PROMPT, max_tokens=4, ignore_eos=True)
+    while (0, 0) not in rig.reasons:
+        rig.step()
+    assert rig.core.has_work and len(rig.core._launched) == 1
+    in_flight = set(rig.runner.tables[rig.core._launched[0].out.slots[0]])
+    rig.step(99, num_beside=99)
+    assert in_flight & rig.core.pool.reserved and not rig.tiers.tiers[0].num_loaded
+    rig.run()
+    assert rig.outputs[1, 0] == answer(PROMPT, 4)
+    assert num_computed(rig) == len(prompt) + 1
+
+
+def test_blocks_that_are_still_to_be_copied_out_are_not_filled():
+    """An urgent request took the place of a victim whose KV goes to the host in the step that is being made."""
+    rig = rig_of(stored())
+    loads = from_tiers(rig)._loads
+    victim = Request(0, PROMPT[:8], SamplingParams(max_tokens=9))
+    start = partial(loads.start, rig.tiers.tiers[0], [b"hash" * 4], 0, 1, [])
+    loads.left(victim)
+    assert start() is None
+    loads.step_made(SchedulerOutput())
+    load = start()
+    assert load is not None and not rig.hand.tasks
+    loads.step_done(done_step(SchedulerOutput(), 1.0))
+    assert rig.hand.tasks
+    loads.leave(load)
+    loads.left(victim)
+    loads.ended(victim)  # it was not preempted
+    assert start() is not None
+
+
+def test_a_preempted_request_leaves_no_part_until_it_ends():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=16, num_blocks=24)
+    prompts = [[n + 1, *PROMPT[:24]] for n in range(4)]
+    for request_id, prompt in enumerate(prompts):
+        add(rig.core, request_id, prompt, max_tokens=30, ignore_eos=True)
+    rig.run()
+    assert rig.core.scheduler.num_preempted_total
+    assert len(store.extents) == 4
+
+
+@pytest.mark.parametrize(("length", "num_kept"), [(12, 0), (16, 1), (27, 1)])
+def test_a_short_part_of_an_extent_is_not_kept(length, num_kept):
+    """Of less than a quarter: most turns of a chat would leave one, and no turn reads it again but the next."""
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, PROMPT[: length - 3], max_tokens=4)
+    assert len(store.extents) == num_kept
+
+
 def test_a_preempted_request_gets_its_blocks_back_from_a_tier():
     rig = rig_of(MemoryStore(), num_blocks=24)
     prompts = [[n + 1, *PROMPT[:24]] for n in range(4)]
@@ -334,9 +402,7 @@ def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeyp
     """Of fifty on one prefix, a step looks up no block that it has found, and asks no other policy."""
     rig = rig_of(stored(), max_num_seqs=64)
     asked, looked_up = [], []
-    policy = rig.core.scheduler.policies.admission
-    while not isinstance(policy, tier_admission.TierAdmission):
-        policy = policy._inner
+    policy = from_tiers(rig)
     admits = policy._inner.admits
     monkeypatch.setattr(policy._inner, "admits", lambda *args: asked.append(1) or admits(*args))
     for request_id in range(50):
@@ -360,6 +426,87 @@ def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeyp
     rig.core.pool._block_of = blocks
     rig.run()
     assert len(rig.outputs) == 50
+
+
+def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    rig.now += 1.0
+    rig.step()
+    assert from_tiers(rig)._loads._left == pytest.approx(5e-3)
+
+
+def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serves_a_few():
+    """Each has nine extents, at 0.3 ms: 27 ms at the pace, and computing one takes 72."""
+    prompts = [[n + 1, *PROMPT[1:36]] for n in range(8)]
+    store = MemoryStore()
+    for prompt in prompts:
+        serve(rig_of(store), 0, prompt)
+    rig = rig_of(store, max_num_seqs=16, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    for request_id, prompt in enumerate(prompts):
+        add(rig.core, request_id, [*prompt, 3], max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        for _ in range(5):
+            rig.step(99)
+        assert len(rig.core.scheduler.held) == 2
+        rig.run()
+    assert rig.tiers.num_hits == 2 * 36
+    assert all(rig.outputs[n, 0] == answer([*prompts[n], 3], 4) for n in range(8))
+
+
+def test_a_request_that_starts_is_not_looked_for_any_more():
+    store = stored()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.core.abort(0)
+    rig.hand.run(99)
+    assert not store.asked
+
+
+def test_a_tier_with_more_questions_than_it_answers_in_time_is_not_asked():
+    store = stored()
+    rig = rig_of(store, max_num_seqs=16)
+    rig.tiers.tiers[0]._find_seconds = 0.006  # of the 20 ms that computing takes, 16 are worth waiting
+    for request_id in range(8):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.hand.tasks) == 3 and len(rig.core.scheduler.held) == 3
+    rig.run()
+    assert len(rig.reasons) == 8
+
+
+def test_a_part_that_is_cached_is_not_loaded():
+    store = stored(extent_blocks=16)
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, PROMPT)
+    store.asked.clear()
+    kept = set(store.extents)
+    serve(rig, 1, [*PROMPT, *answer(PROMPT, 8), *[6] * 14])
+    assert store.asked and not kept & set(store.asked)
+
+
+def test_a_part_that_a_tier_has_lost_is_kept_again():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, PROMPT)
+    [key] = store.extents
+    store.extents.clear()
+    rig.new_core()  # nothing is cached
+    serve(rig, 1, [*PROMPT, *answer(PROMPT, 8)], max_tokens=2)
+    assert [*store.extents] == [key]
+
+
+@pytest.mark.parametrize("answered", [OSError(5, "the medium fails"), [None], ["1"]])
+def test_whole_extents_are_taken_though_the_question_for_parts_fails(answered):
+    store = stored(extent_blocks=4)
+    rig = rig_of(store, extent_blocks=4)
+    with mock.patch.object(store, "first_of", side_effect=answered):
+        serve(rig, 0, PROMPT)
+    assert num_computed(rig) == 41 - 32 and rig.tiers.tiers[0].errors == {"io": 1}
 
 
 def test_where_nothing_runs_loads_take_all_there_is():
@@ -509,15 +656,26 @@ def test_what_one_tier_has_lost_comes_from_another():
 
 def test_loads_outlive_the_core_that_began_them():
     """After an interrupted turn `LLM` makes the core anew, and a load still writes to the pool."""
-    rig = rig_of(stored())
+    store, reserved = stored(), []
+    rig = rig_of(store)
+    load = store.load
+
+    def interrupted(key: bytes, frames: Any) -> bool:
+        if not reserved:
+            reserved.extend(rig.core.pool.reserved)
+            rig.new_core()
+            rig.check()
+            assert sorted(rig.core.pool.reserved) == sorted(reserved)
+            rig.core.scheduler.schedule()
+            assert len(rig.core.pool.reserved) == 1  # of what had not begun, nothing writes
+        return load(key, frames)
+
     add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
-    while not rig.tiers.loads:
-        rig.step(1)
-    reserved = set(rig.core.pool.reserved)
-    rig.new_core()
-    rig.check()
-    assert set(rig.core.pool.reserved) == reserved
-    serve(rig, 1, PROMPT)
+    with mock.patch.object(store, "load", side_effect=interrupted):
+        while not reserved:
+            rig.step(1)
+        serve(rig, 1, PROMPT)
+    assert num_computed(rig) == 1
     assert not rig.core.pool.reserved
 
 
@@ -561,9 +719,7 @@ def test_room_that_a_load_took_is_not_given_twice(monkeypatch):
     """The request was to start beside a load that has begun, and is found not to be worth waiting for."""
     rig = rig_of(stored(), num_blocks=64)
     asked = []
-    inner = rig.core.scheduler.policies.admission
-    while not isinstance(inner, tier_admission.TierAdmission):
-        inner = inner._inner
+    inner = from_tiers(rig)
     admits = inner._inner.admits
     monkeypatch.setattr(inner._inner, "admits", lambda *args: asked.append(1) or admits(*args))
     monkeypatch.setattr(inner, "_is_coming", lambda *args: False)
