@@ -120,7 +120,7 @@ class Loads(EngineListener):
     def _begin_reserved(self) -> None:
         while self._reserved and self._reserved[0][0] <= self._num_done:
             _, load = self._reserved.popleft()
-            if load.is_adopted is None:  # else nobody waits for it
+            if load.is_adopted is None:  # else no request waits for it
                 self.tiers.begin(load)
 
     def come_within(self, seconds: float, tier: Tier, block_hash: bytes, count: int) -> bool:
