@@ -1,4 +1,4 @@
-"""What the tests of KV tiers share."""
+"""The time that computing takes in the tests of KV tiers."""
 
 from __future__ import annotations
 
