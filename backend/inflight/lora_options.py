@@ -21,7 +21,8 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         enable_lora: serve LoRA adapters, which requests choose by name. See docs/lora.md.
         max_loras: maximum of different adapters that run at the same time on a GPU, which has memory for so many of
             rank `max_lora_rank`; requests for one more wait. `None`: 8. A CPU mixes any number.
-        max_lora_rank: maximum rank of an adapter; one with a larger rank is refused.
+        max_lora_rank: maximum rank of an adapter; one with a larger rank is refused. On a GPU every adapter takes the
+            memory of one of this rank, rounded up to a power of 2 of at least 16.
         max_cpu_loras: maximum of adapters in memory; the ones used last stay. `None`: 32. It is also the maximum of
             different adapters that run at the same time; requests for one more wait.
         lora_dtype: dtype in which adapters are kept; "auto" is that of the model's activations. No other is served.

@@ -78,7 +78,6 @@ def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, 
         if hits := count(tiered, "tiered", "vllm:external_prefix_cache_hits_total"):
             break
     assert hits >= 256
-    assert hits % 256 == 0
     assert count(tiered, "tiered", "vllm:external_prefix_cache_queries_total") >= hits
     assert count(tiered, "tiered", "inflight_kv_tier_load_seconds_count") >= hits // 256
     found = CliRunner().invoke(app, ["status", "--model", "tiered", "--url", tiered.grpc_address])

@@ -92,8 +92,9 @@ def test_the_engine_gives_the_tokens_of_merged_weights(
     monkeypatch.setattr(device_adapters, "select_lora", select_lora)  # not a function of torch
     options: dict[str, Any] = dict(max_num_batched_tokens=sized(64, 12), max_num_seqs=3, max_model_len=128)
     core = make_core(
-        path, device="cuda", enable_lora=True, max_loras=1, max_lora_rank=20, enforce_eager=eager, check_on_load=False,
-        async_scheduling=True, kv_cache_memory=None, num_gpu_blocks_override=64, **options,
+        path, device="cuda", enable_lora=True, max_loras=1, max_lora_rank=20, enforce_eager=eager,
+        check_on_load=sized(True, False), async_scheduling=True, kv_cache_memory=None, num_gpu_blocks_override=64,
+        **options,
     )  # fmt: skip
     params = [SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)] * 3
     deltas = run(core, prompts, params, stagger=1, attached=[*map(attached, refs), None])

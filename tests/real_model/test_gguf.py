@@ -40,7 +40,9 @@ def test_all_weights(smollm2: Path, smollm2_gguf: Path) -> None:
 def test_greedy_chats(smollm2_gguf: Path, answers: Answers) -> None:
     """In bfloat16, as the file is served by default."""
     prompts = [answers.chat(prompt) for prompt in PROMPTS]
-    core = make_core(str(smollm2_gguf), dtype="bfloat16", max_model_len=512, max_num_batched_tokens=40)
+    core = make_core(
+        str(smollm2_gguf), dtype="bfloat16", max_model_len=512, max_num_batched_tokens=40, kv_cache_memory="64MiB"
+    )
     deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=8)] * len(prompts))
     assert tokens(deltas[0, 0]) == answers.tokens(prompts[0], 8)
 
@@ -67,7 +69,9 @@ def test_greedy_tokens_in_float32_are_those_of_the_same_numbers(smollm2_gguf: Pa
             expected.append(output[0, len(prompt) :].tolist())
     finally:
         answers.model.load_state_dict(rounded)
-    core = make_core(str(smollm2_gguf), dtype="float32", max_model_len=512, max_num_batched_tokens=40)
+    core = make_core(
+        str(smollm2_gguf), dtype="float32", max_model_len=512, max_num_batched_tokens=40, kv_cache_memory="64MiB"
+    )
     deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=12)] * len(prompts), 1)
     assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == expected
 
@@ -93,7 +97,7 @@ def test_gemma3_in_q4_k_m() -> None:
 
     file = os.environ["INFLIGHT_GEMMA3_GGUF"]
     tensors = {tensor.name: tensor for tensor in GGUFReader(file).tensors}
-    core = make_core(file, dtype="float32", max_model_len=256, native_forward=False)
+    core = make_core(file, dtype="float32", max_model_len=256, native_forward=False, kv_cache_memory="64MiB")
     model: Any = core.runner.model.model  # type: ignore[attr-defined]
     kinds = set()
     for layer, attention in enumerate(model.layers):

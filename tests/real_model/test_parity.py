@@ -39,7 +39,9 @@ def check(core: EngineCore, answers: Answers, prompts: list[list[int]], counts: 
 
 def test_chats_in_one_batch_equal_generate(smollm2: Path, answers: Answers) -> None:
     """Prompts in chunks that are shorter than they are; the first answer ends by itself."""
-    core = make_core(str(smollm2), max_num_batched_tokens=40, max_num_seqs=8, max_model_len=1024)
+    core = make_core(
+        str(smollm2), max_num_batched_tokens=40, max_num_seqs=8, max_model_len=1024, kv_cache_memory="64MiB"
+    )
     prompts = [answers.chat(*chat) for chat in CHATS]
     assert max(map(len, prompts)) > 40
     check(core, answers, prompts, [12, 8, 8], stagger=1)

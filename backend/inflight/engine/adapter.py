@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["AdapterRef", "Adapters"]
+__all__ = ["AdapterRef", "Adapters", "Outcome"]
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -26,6 +26,17 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
     rank: int
 
 
+class Outcome(NamedTuple):
+    """Whether a request may start with an adapter; neither ready nor a failure: it has to wait.
+
+    Attributes:
+        failure: why the adapter cannot be served; "" if it can.
+    """
+
+    ready: bool
+    failure: str = ""
+
+
 class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
@@ -35,15 +46,15 @@ class Adapters(Protocol):
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
-        """ "" if a request may start with it; None while it has to wait; else why it cannot be served.
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
+        """Whether a request, which is next or was held, may start with it.  The first to ask comes first.
 
         Args:
             begun: it holds the adapter already, for another sequence or before it was preempted.
         """
 
     def hold(self, ref: AdapterRef) -> None:
-        """A request begins to run with it, for which `outcome` was "": it stays in memory until it is released."""
+        """A request begins to run with it, for which `outcome` was ready: it stays in memory until it is released."""
 
     def release(self, ref: AdapterRef) -> None:
         """A request that held it has ended."""

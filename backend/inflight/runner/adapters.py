@@ -19,7 +19,7 @@ from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError, EngineConfig
 from inflight.device.memory import format_bytes
-from inflight.engine.adapter import AdapterRef
+from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.adapter_weights import adapter_matrices
@@ -38,6 +38,8 @@ _RECENT = 0.5
 _PATIENCE = 2.0
 # Seconds after which a request that asked for room no longer counts: others go before it.  Longer than any step.
 _NOT_NEXT = 30.0
+# Seconds after which a slot that was promised to an adapter goes to another one, unless a request asked again.
+_PROMISED = 2.0
 _MAX_FAILURES = 1024  # remembered
 # Seconds before requests with an adapter that could not be loaded make the loader try again.
 _RETRY = 5.0
@@ -87,6 +89,7 @@ class AdapterTable:
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
+        self._promised: dict[str, float] = {}  # id that got a slot, and has no request running -> when it was asked for
         self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
 
     def get(self, adapter_id: str) -> Entry | None:
@@ -98,6 +101,7 @@ class AdapterTable:
         for entry in self._entries.values():
             entry.num_held = 0
         self._waiting.clear()
+        self._promised.clear()
 
     def start(self, ref: AdapterRef) -> None:
         if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
@@ -105,45 +109,48 @@ class AdapterTable:
         if ref.id in self._failures:
             return
         # Without room it waits only once it is next: one far back in the queue must not stop those before it.
-        if ref.id in self._entries or self._evict(self._clock()):
-            self.outcome(ref)
+        now = self._clock()
+        if ref.id in self._entries:
+            self._touch(self._entries[ref.id], now)
+        elif self._evict(now):
+            self._touch(self._begin(ref), now)
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
         failure = self._failures.get(ref.id)
         if failure is not None:
-            return failure[0]
+            return Outcome(False, failure[0])
         now = self._clock()
         entry = self._entries.get(ref.id)
         if entry is None:
             if not self._make_room(ref.id, now):
-                return None
+                return Outcome(False)
             entry = self._begin(ref)
-        entry.asked = now
-        self._entries.move_to_end(ref.id)
+        self._touch(entry, now)
         if not entry.loaded.done():
-            return None
+            return Outcome(False)
         error = entry.loaded.exception()
         if error is not None:
             self._fail(ref.id, str(error))
-            return str(error)
+            return Outcome(False, str(error))
         if begun:
-            return ""
-        if not entry.num_held and sum(1 for each in self._entries.values() if each.num_held) >= self._max_running:
-            self._waiting[ref.id] = self._waiting.get(ref.id, (now, now))[0], now
-            return None
-        return None if entry in self._draining(now) else ""
+            return Outcome(True)
+        if entry.num_held:
+            return Outcome(entry not in self._draining(now))
+        return Outcome(self._take_slot(ref.id, now))
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]
         entry.num_held += 1
         entry.admitted = self._clock()
         self._waiting.pop(ref.id, None)
+        self._promised.pop(ref.id, None)
 
     def release(self, ref: AdapterRef) -> None:
         self._entries[ref.id].num_held -= 1
 
     def forget(self, ref: AdapterRef) -> None:
         self._waiting.pop(ref.id, None)
+        self._promised.pop(ref.id, None)
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         entry = self._entries.get(ref.id)
@@ -166,6 +173,27 @@ class AdapterTable:
         self._waiting.pop(ref.id, None)
         self._submit(entry)
         return entry
+
+    def _touch(self, entry: Entry, now: float) -> None:
+        """A request has asked about it."""
+        entry.asked = now
+        self._entries.move_to_end(entry.ref.id)
+
+    def _take_slot(self, adapter_id: str, now: float) -> bool:
+        """Whether a loaded adapter without requests may run; else its request waits for a slot.
+
+        A free slot is promised to one adapter.  Were all that wait ready, their requests would return to the queue, and
+        all but one would be held again, with new deadlines.
+        """
+        self._promised = {
+            key: asked for key, asked in self._promised.items() if key in self._entries and now - asked < _PROMISED
+        }
+        num_running = sum(1 for entry in self._entries.values() if entry.num_held)
+        if adapter_id not in self._promised and num_running + len(self._promised) >= self._max_running:
+            self._wait(adapter_id, now)
+            return False
+        self._promised[adapter_id] = now
+        return True
 
     def _submit(self, entry: Entry) -> None:
         if self._loader is None:
@@ -197,11 +225,19 @@ class AdapterTable:
 
     def _make_room(self, adapter_id: str, now: float) -> bool:
         """Whether one more adapter may be loaded; else a request waits for room for it."""
-        first, _ = self._waiting.get(adapter_id, (now, now))
-        if self._evict(now, impatient=now - first >= _PATIENCE):
+        if self._evict(now, impatient=now - self._first_asked(adapter_id, now) >= _PATIENCE):
             return True
-        self._waiting[adapter_id] = first, now
+        self._wait(adapter_id, now)
         return False
+
+    def _wait(self, adapter_id: str, now: float) -> None:
+        """A request that is next, or was held, finds no room or no slot."""
+        self._waiting[adapter_id] = self._first_asked(adapter_id, now), now
+
+    def _first_asked(self, adapter_id: str, now: float) -> float:
+        """When its requests began to wait."""
+        first, last = self._waiting.get(adapter_id, (now, now))
+        return first if now - last < _NOT_NEXT else now
 
     def _evict(self, now: float, impatient: bool = False) -> bool:
         """Drop the adapter that was used least recently, if all places are taken; whether there is a place."""

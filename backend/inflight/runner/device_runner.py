@@ -226,13 +226,17 @@ class DeviceRunner(BaseRunner):
     def forward_step(self, step: DeviceStep) -> tuple[Tensor, Iterable[Tensor], Tensor]:
         """Make the step's inputs and run the model: see `ForwardPass`."""
         size, inputs = step.size, self.inputs
-        for adapters in self.adapters:
-            adapters.expect(size.tokens if size.adapted else 0)
         make_inputs(size, step.lines, step.new_blocks, step.new_tokens, self.device_state, inputs)
         tokens, positions = inputs.input_ids[: size.tokens], inputs.positions[: size.tokens]
-        with forward_context(step.metadata, self.backend):
-            keep, asked = inputs.logits_indices[: size.logits], step.asked_indices
-            return self.forward.run(tokens[None], positions[None], keep, asked, step.pooled_indices)
+        keep, asked = inputs.logits_indices[: size.logits], step.asked_indices
+        try:
+            for adapters in self.adapters:
+                adapters.expect(size.tokens if size.adapted else 0)
+            with forward_context(step.metadata, self.backend):
+                return self.forward.run(tokens[None], positions[None], keep, asked, step.pooled_indices)
+        finally:  # the check at load calls the model by itself, after graphs were measured
+            for adapters in self.adapters:
+                adapters.expect(0)
 
     def finish_step(self, step: DeviceStep, logits: Tensor) -> SamplerOutput:
         """Sample, and put the tokens where the next step finds them.  Doing it again changes nothing."""

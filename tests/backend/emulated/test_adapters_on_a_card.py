@@ -15,6 +15,7 @@ from card_rig import card, card_core, functions_as_kernels, num_replays, without
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from emulated_card import Card, emulated_card
 from every_kind import prompt_of
+from lora_slots import lora_slots
 from offline import make_core, run, tokens
 from pooled import pooled, vectors_of
 from torch import Tensor, nn
@@ -27,9 +28,10 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.loading.adapter_weights import Matrices
+from inflight.loading.forward import device_adapters
 from inflight.loading.forward.device_adapters import DeviceAdapters
 from inflight.loading.load_errors import LoadError
-from inflight.ops.lora import ReferenceLora
+from inflight.ops.lora import LoraSlots, ReferenceLora
 
 __all__ = ["card"]
 
@@ -103,7 +105,7 @@ def generated(core: EngineCore, chosen: list[AdapterRef | None], **params: Any) 
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "fewer slots than adapters": dict(max_loras=2, max_num_seqs=3),
+    "fewer slots than adapters, checked at load": dict(max_loras=2, max_num_seqs=3, check_on_load=True),
     "graphs of prompts": dict(max_cudagraph_capture_size=16, max_loras=2),
     "graphs of decodes": dict(max_loras=3),
     "one slot": dict(max_loras=1),
@@ -310,9 +312,37 @@ def test_the_slot_that_was_used_longest_ago_is_taken(card: Card) -> None:
     assert adapters._of_token.tolist()[5:] == [-1] * 11, "behind the last token, as graphs with padding read them"
     assert added(model, adapters, [two, three], [1, 1]) == [16, 24]
     assert adapters._of_token.tolist()[2:] == [-1] * 14
+    assert added(model, adapters, [None, None], [1, 1]) == [0, 0], "as of a step whose rows have failed"
     with pytest.raises(RuntimeError, match="all was called with 3 rows in place of 2 tokens"), torch.inference_mode():
         adapters.expect(2)
         model(torch.ones(3, 8, device=CUDA))
+
+
+class OfTheFirstSlot(ReferenceLora):
+    def add(self, x: Tensor, slots: LoraSlots, slot_of_token: Tensor, y: Tensor) -> None:
+        super().add(x, slots, slot_of_token.clamp(max=0), y)
+
+
+def test_a_kernel_that_reads_another_slot_is_refused_at_load(card: Card) -> None:
+    _, adapters = tiny_adapters(3)
+    adapters.verify()
+    assert not bool(adapters._slots.any())
+    adapters._ops = OfTheFirstSlot()
+    with pytest.raises(LoadError, match="differs by"):
+        adapters.verify()
+
+
+@pytest.mark.parametrize(("depth", "off", "is_right"), [(4096, 40, True), (4096, 100, False), (64, 40, False)])
+def test_the_tolerance_grows_with_the_root_of_what_is_summed(depth: int, off: float, is_right: bool) -> None:
+    """In units of float32's rounding."""
+
+    class Rounded(ReferenceLora):
+        def add(self, x: Tensor, slots: LoraSlots, slot_of_token: Tensor, y: Tensor) -> None:
+            super().add(x, slots, slot_of_token, y)
+            y *= 1 + off * torch.finfo(torch.float32).eps
+
+    slots = lora_slots(2, depth, (8,), 16, torch.float32)
+    assert (device_adapters._wrong(Rounded(), slots, 64) is None) == is_right
 
 
 def test_an_adapter_that_has_left_is_still_copied(card: Card) -> None:

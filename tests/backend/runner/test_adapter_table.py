@@ -7,11 +7,14 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from engine_rig import Info, add, make_core
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.adapters.spec import AdapterError
-from inflight.engine.adapter import AdapterRef
+from inflight.engine.adapter import AdapterRef, Outcome
+from inflight.engine.attached import Attached
+from inflight.engine.integrity import check_core
 from inflight.runner.adapters import AdapterTable, Entry
 
 
@@ -38,7 +41,7 @@ class Table(AdapterTable):
         self.start(ref)
         while self.loading:
             self.finish()
-        assert self.outcome(ref) == ""
+        assert self.outcome(ref) == READY
 
     def after(self, seconds: float) -> Table:
         self.now += seconds
@@ -49,14 +52,15 @@ def ref_of(name: str) -> AdapterRef:
     return AdapterRef(name, f"id of {name}", "/nowhere", 4)
 
 
-A, B, C, D = map(ref_of, "abcd")
+A, B, C, D, E = map(ref_of, "abcde")
+READY, WAITS = Outcome(True), Outcome(False)
 
 
 def test_the_one_that_was_used_longest_ago_leaves() -> None:
     table = Table(limit=2)
     table.loads(A)
     table.after(1).loads(B)
-    assert table.after(1).outcome(A) == ""
+    assert table.after(1).outcome(A) == READY
     table.after(1).loads(C)
     assert [table.get(one.id) is not None for one in (A, B, C)] == [True, False, True]
 
@@ -65,21 +69,21 @@ def test_one_that_runs_stays_and_others_wait() -> None:
     table = Table(limit=1)
     table.loads(A)
     table.hold(A)
-    assert table.after(9).outcome(B) is None and not table.loading
+    assert table.after(9).outcome(B) == WAITS and not table.loading
     table.release(A)
-    assert table.after(9).outcome(B) is None and table.loading[0].ref == B
+    assert table.after(9).outcome(B) == WAITS and table.loading[0].ref == B
     table.finish()
-    assert table.outcome(B) == "" and table.get(A.id) is None
+    assert table.outcome(B) == READY and table.get(A.id) is None
 
 
 def test_one_that_was_asked_for_a_moment_ago_waits_for_its_slot() -> None:
     table = Table(limit=1)
     table.loads(A)
-    assert table.after(0.1).outcome(B) is None and not table.loading
-    assert table.outcome(A) == ""
+    assert table.after(0.1).outcome(B) == WAITS and not table.loading
+    assert table.outcome(A) == READY
     for _ in range(30):
         table.after(0.1).outcome(A)
-        if table.outcome(B) is None and table.loading:
+        if table.outcome(B) == WAITS and table.loading:
             break
     assert table.loading[0].ref == B, "but not for ever"
 
@@ -91,15 +95,15 @@ def test_a_stream_of_one_adapter_does_not_starve_another() -> None:
     table.after(1).loads(B)
     table.hold(B)
     for _ in range(25):
-        assert table.after(0.1).outcome(C) is None
-    assert table.outcome(A) is None, "A started last the longest ago, and starts no more requests"
-    assert table.outcome(A, begun=True) == "" and table.outcome(B) == ""
+        assert table.after(0.1).outcome(C) == WAITS
+    assert table.outcome(A) == WAITS, "A started last the longest ago, and starts no more requests"
+    assert table.outcome(A, begun=True) == READY and table.outcome(B) == READY
     table.release(A)
-    assert table.outcome(C) is None and table.loading[0].ref == C
+    assert table.outcome(C) == WAITS and table.loading[0].ref == C
     table.finish()
-    assert table.outcome(C) == ""
+    assert table.outcome(C) == READY
     table.hold(C)
-    assert table.after(5).outcome(A) is None and not table.loading
+    assert table.after(5).outcome(A) == WAITS and not table.loading
 
 
 def test_one_more_drains_while_the_first_one_does_not_end() -> None:
@@ -107,13 +111,13 @@ def test_one_more_drains_while_the_first_one_does_not_end() -> None:
     for one in (A, B, D):
         table.after(0.01).loads(one)
         table.hold(one)
-    assert table.outcome(C) is None
+    assert table.outcome(C) == WAITS
     for drained in range(4):
-        assert [table.outcome(one) for one in (A, B, D)] == [*[None] * drained, *[""] * (3 - drained)]
+        assert [table.outcome(one) for one in (A, B, D)] == [*[WAITS] * drained, *[READY] * (3 - drained)]
         for _ in range(8):
             table.after(0.25).outcome(C)
     table.release(B)
-    assert table.outcome(C) is None and table.loading[0].ref == C
+    assert table.outcome(C) == WAITS and table.loading[0].ref == C
 
 
 def test_who_no_longer_waits_stops_nothing() -> None:
@@ -122,9 +126,9 @@ def test_who_no_longer_waits_stops_nothing() -> None:
     table.hold(A)
     for _ in range(25):
         table.after(0.1).outcome(B)
-    assert table.after(3).outcome(A) is None, "a step can take long"
+    assert table.after(3).outcome(A) == WAITS, "a step can take long"
     table.forget(B)
-    assert table.outcome(A) == "", "B's request was aborted"
+    assert table.outcome(A) == READY, "B's request was aborted"
 
 
 def test_who_is_far_back_in_the_queue_stops_nothing() -> None:
@@ -132,7 +136,17 @@ def test_who_is_far_back_in_the_queue_stops_nothing() -> None:
     table.loads(A)
     table.hold(A)
     table.start(B)
-    assert table.after(3).outcome(A) == ""
+    assert table.after(3).outcome(A) == READY
+
+
+def test_who_is_far_back_in_the_queue_waits_for_no_slot() -> None:
+    table = Table(limit=3, max_running=1)
+    table.loads(A)
+    table.hold(A)
+    table.start(B)
+    table.finish()
+    table.start(B)
+    assert table.after(3).outcome(A) == READY
 
 
 def test_who_was_passed_by_others_stops_nothing() -> None:
@@ -140,8 +154,11 @@ def test_who_was_passed_by_others_stops_nothing() -> None:
     table.loads(A)
     table.hold(A)
     table.outcome(B)
-    assert table.after(29).outcome(A) is None
-    assert table.after(1).outcome(A) == ""
+    assert table.after(29).outcome(A) == WAITS
+    assert table.after(1).outcome(A) == READY
+    table.outcome(B)
+    table.after(31).outcome(B)
+    assert table.outcome(A) == READY, "B's wait begins anew"
 
 
 def test_those_in_memory_take_turns_in_the_slots_of_a_gpu() -> None:
@@ -151,30 +168,83 @@ def test_those_in_memory_take_turns_in_the_slots_of_a_gpu() -> None:
     table.hold(A)
     table.after(1).start(B)
     table.finish()
-    assert table.outcome(B) is None and table.get(B.id) is not None, "loaded, but A has the slot"
-    assert table.outcome(A) == "", "more requests with A may start at first"
-    assert table.after(1.9).outcome(A) == ""
-    assert table.after(0.2).outcome(A) is None and table.outcome(A, begun=True) == ""
-    assert table.outcome(B) is None
+    assert table.outcome(B) == WAITS and table.get(B.id) is not None, "loaded, but A has the slot"
+    assert table.outcome(A) == READY, "more requests with A may start at first"
+    assert table.after(1.9).outcome(A) == READY
+    assert table.after(0.2).outcome(A) == WAITS and table.outcome(A, begun=True) == READY
+    assert table.outcome(B) == WAITS
     table.release(A)
-    assert table.outcome(B) == ""
+    assert table.outcome(B) == READY
     table.hold(B)
-    assert table.outcome(A) is None and not table.loading
+    assert table.outcome(A) == WAITS and not table.loading
     table.release(B)
-    assert table.outcome(A) == ""
+    assert table.outcome(A) == READY
+
+
+def test_a_free_slot_is_for_one_of_those_that_wait() -> None:
+    table = Table(limit=5, max_running=2)
+    for one in (A, B):
+        table.loads(one)
+        table.hold(one)
+    for one in (C, D, E):
+        table.start(one)
+        table.finish()
+    assert [table.after(0.1).outcome(one) for one in (C, D, E)] == [WAITS] * 3
+    table.release(A)
+    for _ in range(30):
+        assert [table.after(0.1).outcome(one) for one in (C, D, E, A)] == [READY, *[WAITS] * 3]
+    table.hold(C)
+    assert [table.outcome(one) for one in (D, E)] == [WAITS] * 2
+    table.release(B)
+    assert [table.outcome(one) for one in (D, E)] == [READY, WAITS]
+    table.forget(D)
+    assert [table.outcome(one) for one in (E, D)] == [READY, WAITS], "D's request was aborted"
+
+
+def test_a_slot_is_not_kept_for_one_that_was_passed_by_others() -> None:
+    table = Table(limit=2, max_running=1)
+    for one in (A, B):
+        table.start(one)
+        table.finish()
+    assert [table.outcome(one) for one in (A, B)] == [READY, WAITS]
+    assert table.after(1.9).outcome(B) == WAITS
+    assert [table.after(0.2).outcome(one) for one in (B, A)] == [READY, WAITS]
+
+
+def test_requests_that_wait_for_a_slot_start_in_turn_and_within_a_minute() -> None:
+    """Each runs for 22 s.  A slot that another one gets does not prolong a request's wait."""
+    table = Table(limit=6, max_running=1)
+    core = make_core(Info(adapters=table), clock=lambda: table.now, enable_lora=True)
+    for number in range(6):
+        ref = ref_of(str(number))
+        add(core, number, [3] * 5, {"attached": Attached(adapter=ref)}, max_tokens=44, ignore_eos=True)
+        table.finish()
+    started: dict[int, float] = {}
+    failed: dict[int, float] = {}
+    while core.has_work:
+        message = core.step()
+        check_core(core)
+        for delta in message.deltas:
+            started.setdefault(delta.request_id, table.now)
+        for failure in message.failed:
+            assert (failure.code, "waited too long" in failure.message) == ("UNAVAILABLE", True)
+            failed[failure.request_id] = table.now
+        table.after(0.5)
+    assert list(started) == [0, 1, 2] and max(started.values()) < 50
+    assert failed == dict.fromkeys((3, 4, 5), 60.0)
 
 
 def test_a_failure_is_told_and_tried_again_for_a_later_request() -> None:
     table = Table(limit=1)
     table.start(A)
     table.finish("adapter 'a': no")
-    assert table.outcome(A) == "adapter 'a': no"
+    assert table.outcome(A) == Outcome(False, "adapter 'a': no")
     for _ in range(3):  # many requests with it do not keep the loader busy
         table.after(1).start(A)
-        assert table.outcome(A) == "adapter 'a': no" and not table.loading
+        assert table.outcome(A) == Outcome(False, "adapter 'a': no") and not table.loading
     table.after(5).start(A)
     table.finish()
-    assert table.outcome(A) == ""
+    assert table.outcome(A) == READY
 
 
 def test_answers_of_load() -> None:
@@ -209,12 +279,12 @@ def test_any_order_of_requests_ends(limit: int, max_running: int, seed: int) -> 
         if table.loading and rng.random() < 0.7:
             table.finish()
         for one in list(waiting):
-            if table.outcome(one) == "" and len(running) < 4:
+            if table.outcome(one) == READY and len(running) < 4:
                 waiting.remove(one)
                 running.append(one)
                 table.hold(one)
         assert len(table._entries) <= limit
-        assert len({one.id for one in running}) <= max_running
+        assert len({one.id for one in running} | set(table._promised)) <= max_running
         assert all(table.get(one.id) is not None for one in running)
         if running and rng.random() < 0.3:
             table.release(running.pop(0))

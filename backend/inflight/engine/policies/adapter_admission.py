@@ -41,8 +41,8 @@ class AdapterAdmission(EngineListener):
         ref = _adapter_of(request)
         if ref is not None:
             outcome = self._adapters.outcome(ref, request.request_id in self._begun)
-            if outcome != "":
-                return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome or "")
+            if not outcome.ready:
+                return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome.failure)
         return self._inner.admits(request, prefix, running, pool)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:

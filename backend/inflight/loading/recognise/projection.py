@@ -16,9 +16,11 @@ from inflight.loading.quantization.fp8_linear import Fp8Linear
 from inflight.loading.quantization.int4_linear import Int4Linear, can_merge
 from inflight.ops.base import QuantizedRows
 
-__all__ = ["Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
+__all__ = ["Added", "Linear", "Projection", "is_linear", "result_like", "takes_quantized"]
 
 Linear = nn.Linear | Fp8Linear | BlockFp8Linear | Int4Linear | CodedLinear
+# Takes x and what a product has computed of it; returns this with what adapters add, perhaps in place.
+Added = Callable[[Tensor, Tensor], Tensor]
 
 
 def is_linear(module: object) -> bool:
@@ -26,7 +28,7 @@ def is_linear(module: object) -> bool:
     return type(module) in (nn.Linear, Fp8Linear, BlockFp8Linear, Int4Linear, CodedLinear)
 
 
-def takes_quantized(linear: Linear) -> bool:
+def takes_quantized(linear: nn.Module) -> bool:
     """Whether what computes the layer's input should quantize it."""
     return isinstance(linear, Fp8Linear)
 
@@ -48,7 +50,7 @@ class Projection:
     Attributes:
         weight, bias: those of all layers, once they are merged and if they are plain.
         fp8, block_fp8, int4: all layers in one, once they are merged and if they are in fp8 or in four bits.
-        added: takes x and the outputs of all layers, and returns these with what adapters add, perhaps in place.
+        added: for the outputs of all layers; see `attach`.
     """
 
     linears: Sequence[Linear]
@@ -57,7 +59,7 @@ class Projection:
     fp8: Fp8Linear | None = None
     block_fp8: BlockFp8Linear | None = None
     int4: Int4Linear | None = None
-    added: Callable[[Tensor, Tensor], Tensor] | None = None
+    added: Added | None = None
 
     def __call__(self, x: Tensor | QuantizedRows) -> Tensor:
         """x [T, K], quantized only if `takes_quantized` -> [T, N]."""
@@ -74,6 +76,10 @@ class Projection:
         if isinstance(x, Tensor) and self.weight is not None:
             return F.linear(x, self.weight, self.bias)
         return torch.cat([linear(x) for linear in self.linears], dim=-1)
+
+    def attach(self, added: Added | None) -> None:
+        """From now on pass the outputs to `added`; None: no longer."""
+        self.added = added
 
     @property
     def in_features(self) -> int:

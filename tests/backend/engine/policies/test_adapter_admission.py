@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from engine_rig import Info, make_core
 
-from inflight.engine.adapter import AdapterRef
+from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
@@ -16,10 +16,10 @@ from inflight.engine.sampling_params import SamplingParams
 
 
 class Table:
-    """Implements `Adapters`; `answers` by name."""
+    """Implements `Adapters`."""
 
     def __init__(self) -> None:
-        self.answers: dict[str, str | None] = {}
+        self.waiting = ""  # names
         self.held: list[str] = []
         self.forgotten: list[str] = []
 
@@ -27,8 +27,8 @@ class Table:
 
     def start(self, ref: AdapterRef) -> None: ...
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> str | None:
-        return "" if begun else self.answers.get(ref.name, "")
+    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
+        return Outcome(begun or ref.name not in self.waiting)
 
     def hold(self, ref: AdapterRef) -> None:
         self.held.append(ref.name)
@@ -60,7 +60,7 @@ def add(core: EngineCore, request_id: int, name: str, length: int = 5, **params:
 
 def test_the_last_request_to_end_is_told(table: Table) -> None:
     core = core_of(table)
-    table.answers["a"] = None
+    table.waiting = "a"
     add(core, 1, "a", n=2)
     add(core, 2, "a")
     core.step()
@@ -76,7 +76,7 @@ def test_a_request_that_has_begun_holds_its_adapter_once_until_it_ends(table: Ta
     add(core, 1, "a", length=12, n=2, max_tokens=3)
     core.step()
     assert table.held == ["a"]
-    table.answers["a"] = None
+    table.waiting = "a"
     add(core, 2, "a", max_tokens=3)
     ended = set()
     for _ in range(20):
@@ -94,7 +94,7 @@ def test_a_preempted_request_keeps_its_adapter(table: Table) -> None:
     while not core.scheduler.num_preempted_total:
         core.step()
     assert len(core.scheduler.running) == 1 and sorted(table.held) == ["a", "b"]
-    table.answers = {"a": None, "b": None}
+    table.waiting = "ab"
     while core.has_work:
         assert not core.step().failed
         assert not core.scheduler.held
