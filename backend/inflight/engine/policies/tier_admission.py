@@ -72,7 +72,6 @@ class TierAdmission(EngineListener):
         self._loads = loads
         self._tiers = loads.tiers
         self._visits: dict[Request, _Visit] = {}
-        self._num_waiting = 0  # visits that are not over
         self._cost = OnlineStepCost()
         self._num_steps = 0
 
@@ -87,7 +86,6 @@ class TierAdmission(EngineListener):
             visit = self._visits[request] = self._visit(request, prefix)
             if visit.is_over:
                 return True
-            self._num_waiting += 1
             self._loads.pool.follow(request)
         if self._is_coming(visit, request, prefix):
             return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
@@ -109,7 +107,6 @@ class TierAdmission(EngineListener):
 
     def _end(self, visit: _Visit, request: Request) -> None:
         visit.is_over = True
-        self._num_waiting -= 1
         self._loads.pool.unfollow(request)
         if visit.asked is not None:
             visit.asked[1].cancel()
@@ -130,7 +127,7 @@ class TierAdmission(EngineListener):
             seconds < _FEW_SECONDS
             or not request.caches_blocks
             or (has_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens)
-            or self._num_waiting >= _MOST_WAITING
+            or sum(not other.is_over for other in self._visits.values()) >= _MOST_WAITING
             or pool.most_reserved < size
             or not any(tier.is_open for tier in tiers)
             or until <= now

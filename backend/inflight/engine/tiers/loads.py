@@ -70,14 +70,15 @@ class Loads(EngineListener):
         """
         load = self.tiers.loads.get(chain[first + count - 1])
         if load is None:
-            blocks = None
-            if self._left > 0 and not self._preempted and len(self.tiers.loads) < _MOST_IN_FLIGHT:
-                blocks = self.pool.reserve(count, keep)
+            may_begin = self._left > 0 and not self._preempted and len(self.tiers.loads) < _MOST_IN_FLIGHT
+            blocks = self.pool.reserve(count, keep) if may_begin else None
             if blocks is None:
                 return None
             load = self.tiers.loads[chain[first + count - 1]] = ExtentLoad(chain, first, blocks, tier)
-            self._reserved.append((self._num_made, load))
-            self._begin_reserved()
+            if self._num_made == self._num_done:
+                self.tiers.begin(load)
+            else:
+                self._reserved.append((self._num_made, load))
             self._left -= tier.extent_cpu_seconds
         load.num_waiting += 1
         return load
@@ -97,8 +98,7 @@ class Loads(EngineListener):
         ended = [load for load in self.tiers.loads.values() if load.done.done()]
         for load in ended:
             self._end(load)
-        chains = {id(load.chain): load for load in ended}  # of each sequence the last
-        for load in chains.values():
+        for load in {id(load.chain): load for load in ended}.values():  # of each sequence the last
             self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
 
     def left(self, request: Request) -> None:
@@ -113,15 +113,12 @@ class Loads(EngineListener):
 
     def step_done(self, step: DoneStep) -> None:
         self._num_done += 1
-        self._begin_reserved()
-
-    step_failed = step_done
-
-    def _begin_reserved(self) -> None:
         while self._reserved and self._reserved[0][0] <= self._num_done:
             _, load = self._reserved.popleft()
             if load.is_adopted is None:  # else no request waits for it
                 self.tiers.begin(load)
+
+    step_failed = step_done
 
     def come_within(self, seconds: float, tier: Tier, block_hash: bytes, count: int) -> bool:
         """Whether `count` more extents, the first with this last hash, come so soon; then others' come after them."""

@@ -207,10 +207,9 @@ class Tier:
         found = self._position(self._store.find, keys)
         others = () if found is None else behind(found)
         other = self._position(self._store.first_of, others)
-        took = self._end(start)
+        self._find_seconds += _SMOOTHING * (self._end(start) - self._find_seconds)
         if found is None:
             return 0, None
-        self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
         has = [*keys[:found], *(() if other is None else others[other : other + 1])]
         lacks = [*keys[found:], *others[: other or 0]]  # perhaps: to store an extent again does no harm
         for key in has:
@@ -296,13 +295,11 @@ class _Breaker:
 
 
 def _why(error: Exception) -> Why:
-    try:
-        raise error
-    except TornError:
-        return "torn"
-    except TimeoutError:
-        return "timeout"
-    except OSError as failure:
-        return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
-    except Exception:
-        return "io"
+    match error:
+        case TornError():
+            return "torn"
+        case TimeoutError():
+            return "timeout"
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return "full"
+    return "io"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import ref
@@ -77,10 +77,9 @@ class Tiers:
         return max(1, self.extent_blocks // _SHORTEST_PART)
 
     @property
-    def reserved(self) -> Iterator[int]:
+    def reserved(self) -> list[int]:
         """The blocks that loads fill."""
-        for load in self.loads.values():
-            yield from load.blocks
+        return [block for load in self.loads.values() for block in load.blocks]
 
     def totals(self) -> TierTotals:
         """For metrics."""
