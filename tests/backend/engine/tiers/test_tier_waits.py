@@ -150,6 +150,54 @@ def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serv
     assert all(rig.outputs[n, 0] == answer([*prompts[n], 3], 4) for n in range(8))
 
 
+def test_requests_that_share_a_prefix_wait_for_its_loads_as_one_does():
+    """As above, but all want the same nine extents."""
+    prompt = [9, *PROMPT[1:36]]
+    rig = rig_of(stored(prompt), max_num_seqs=16, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    for request_id in range(8):
+        add(rig.core, request_id, [*prompt, request_id], max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        for _ in range(5):
+            rig.step(99)
+        assert len(rig.core.scheduler.held) == 8
+        rig.run()
+    assert rig.tiers.num_hits == 36
+
+
+def test_who_has_all_its_loads_waits_for_them_alone():
+    """A request before it comes to want more, and its loads begin later."""
+    long, short = [1, *PROMPT[1:36]], [2, *PROMPT[1:8]]
+    store = stored(long)
+    serve(rig_of(store), 0, short, max_tokens=1)
+    rig = rig_of(store, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        add(rig.core, 0, [*long, 3], max_tokens=4, ignore_eos=True)
+        add(rig.core, 1, [*short, 3], max_tokens=4, ignore_eos=True)
+        rig.step()
+        rig.step(1, last_first=True)
+        while len(rig.tiers.loads) < 2:
+            rig.step()
+        rig.step(1)
+        assert len(rig.core.scheduler.held) == 2 and len(rig.tiers.loads) == 2
+        rig.run()
+    assert rig.tiers.num_hits == 36 + 8
+
+
+def test_no_more_than_so_many_requests_wait(monkeypatch):
+    monkeypatch.setattr(tier_admission, "_MOST_WAITING", 2)
+    rig = rig_of(stored())
+    for request_id in range(4):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.core.scheduler.held) == 2
+    rig.run()
+    assert len(rig.reasons) == 4
+
+
 def test_a_request_that_starts_is_not_looked_for_any_more():
     store = stored()
     rig = rig_of(store)

@@ -104,6 +104,11 @@ def test_blocks_that_are_still_to_be_copied_out_are_not_filled():
     start = partial(loads.start, rig.tiers.tiers[0], [b"hash" * 4], 0, 1, [])
     loads.left(victim)
     assert start() is None
+    for running, waits in (([], False), ([victim], True)):  # no step is made, or one
+        loads.step_begins(running)
+        rig.now += 0.001
+        loads.step_begins(running)
+        assert loads.come_within(1.0, rig.tiers.tiers[0], b"hash" * 4, 1) is waits
     loads.step_made(SchedulerOutput())
     load = start()
     assert load is not None and not rig.hand.tasks
