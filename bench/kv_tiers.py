@@ -134,6 +134,7 @@ def misses(side: str, arguments: dict[str, Any]) -> common.Run:
 def count_cpu_of_tiers() -> list[float]:
     """Receives the CPU seconds of each thing that tiers do when they find nothing."""
     from inflight.engine.policies.tier_admission import TierAdmission
+    from inflight.engine.tiers.loads import Loads
     from inflight.engine.tiers.tier import Tier
     from inflight.engine.tiers.writer import TierWriter
 
@@ -151,8 +152,9 @@ def count_cpu_of_tiers() -> list[float]:
 
     for kind, names in (
         (Tier, ("_find", "_write")),
-        (TierAdmission, ("admits", "step_begins", "step_done", "left", "ended")),
-        (TierWriter, ("admitted", "step_begins", "step_made", "step_done", "left")),
+        (Loads, ("step_begins", "step_made", "step_done", "left", "ended")),
+        (TierAdmission, ("admits", "step_done", "left", "ended")),
+        (TierWriter, ("admitted", "step_begins", "step_made", "step_done", "left", "ended")),
     ):
         for name in names:
             setattr(kind, name, counted(getattr(kind, name)))

@@ -44,7 +44,7 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     if info.tiers is not None:
         info.tiers.num_pools += 1
         longest = info.max_model_len + 1  # with the void token of a pooled request
-        pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, [*info.tiers.reserved])
+        pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, info.tiers.reserved)
         loads = Loads(info.tiers, tiered, clock)
     drafts = runner.draft_runner
     policies = make_policies(

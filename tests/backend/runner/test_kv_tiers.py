@@ -17,7 +17,8 @@ from inflight import LLM, SamplingParams
 from inflight.attention.base import KVCache, LayerSpec
 from inflight.attention.reference import ReferenceAttention
 from inflight.config import ConfigError, EngineConfig
-from inflight.engine.messages import AddRequest, EngineReady
+from inflight.engine.assembly import make_core
+from inflight.engine.messages import AddRequest, EngineReady, StepMessage
 from inflight.engine.policies import tier_admission
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.kernels.cpu.cpu_attention import CpuAttention
@@ -25,6 +26,7 @@ from inflight.kernels.cpu.library import use_instruction_set
 from inflight.loading.load_errors import LoadError
 from inflight.loading.saved.kv_identity import KV_DECISIVE, kv_namespace
 from inflight.runner.block_io import PoolBlocks
+from inflight.runner.pipeline import make_runner, placed
 
 PROMPT = [(7 * n * n + 3 * n) % VOCAB for n in range(150)]
 SPEC = LayerSpec(num_heads=4, num_kv_heads=2, key_head_size=16, value_head_size=8, scaling=1.0)
@@ -64,6 +66,11 @@ def engine(folder: Path | str, disk: Path, **options: Any) -> LLM:
     tiers = [{"type": "host", "size": "1MiB"}, {"type": "disk", "path": str(disk), "size": "64MiB"}]
     fixed = {"kv_cache_memory": "16MiB", "block_size": 4, "kv_tiers": tiers}
     return LLM(str(folder), dtype="float32", **{**fixed, **options})
+
+
+def extents(disk: Path) -> list[Path]:
+    """The files of a disk tier that are complete."""
+    return [path for path in disk.rglob("*") if path.is_file() and len(path.name) == 32]
 
 
 def outputs(llm: LLM, prompts: list[list[int]], count: int) -> list[tuple[list[int], int]]:
@@ -106,15 +113,16 @@ def test_a_conversation_returns_in_a_new_engine(tmp_path, kind, options):
 def test_a_changed_byte_on_disk_is_computed(tmp_path, folder):
     with engine(folder, tmp_path) as llm:
         [(said, _)] = outputs(llm, [PROMPT], 4)
-    files = sorted(path for path in tmp_path.rglob("*") if path.is_file() and path.stat().st_size > 1000)
-    assert len(files) == 3  # two whole extents, and a part of one
-    for path in files:
-        content = bytearray(path.read_bytes())
-        content[len(content) * 2 // 3] ^= 4
-        path.write_bytes(content)
+    *whole, part = sorted(extents(tmp_path), key=lambda path: -path.stat().st_size)
+    assert len(whole) == 2 and part.stat().st_size < whole[1].stat().st_size
+    kept = [path.read_bytes() for path in whole]
+    for path, content in zip(whole, kept):
+        changed = bytearray(content)
+        changed[len(content) * 2 // 3] ^= 4
+        path.write_bytes(changed)
     with engine(folder, tmp_path) as llm:
         assert outputs(llm, [PROMPT], 4) == [(said, 0)]
-    assert all(path.exists() for path in files)  # dropped, and kept anew
+    assert [path.read_bytes() for path in whole] == kept  # dropped, and kept anew
 
 
 @pytest.mark.nightly
@@ -124,30 +132,36 @@ def test_a_replayed_request_takes_prompt_and_output_from_a_tier(tmp_path):
     prompt = PROMPT * 14
     tiers = [{"type": "disk", "path": str(tmp_path / "kv"), "size": "64MiB"}]
     options = {"model": folder, "dtype": "float32", "block_size": 4, "kv_tiers": tiers}
-    params = EngineParams(temperature=0.0, max_tokens=100, ignore_eos=True, seed=0)
     said: list[int] = []
     dying = Worker(**options)
     try:
         assert isinstance(dying.receive(), EngineReady)
-        dying.send(AddRequest(1, prompt, params))
-        while len(said) < 80:
-            said += [token for delta in dying.receive().deltas for token in delta.token_ids]
+        dying.send(AddRequest(1, prompt, greedy(1000)))
+        while len(said) < 80 or len(extents(tmp_path)) * 64 < len(prompt):
+            said += tokens_of(dying.receive())
         dying.process.send_signal(signal.SIGKILL)
     finally:
         dying.close()
+    config = placed(EngineConfig.from_dict({"device": "cpu", "kv_cache_memory": "16MiB", **options}))
+    core = make_core(config, make_runner(config))
     given, cached = list(said), None
-    engine = Worker(**options)
-    try:
-        assert isinstance(engine.receive(), EngineReady)
-        engine.send(AddRequest(2, prompt, params, output_token_ids=[given]))
-        while len(said) < 100:
-            for delta in engine.receive().deltas:
-                said += delta.token_ids
-                cached = delta.num_cached_tokens if cached is None else cached
-    finally:
-        engine.close()
-    assert said == greedy_reference(folder, [prompt], [100])[0]
+    assert core.add_request(AddRequest(2, prompt, greedy(len(given) + 20), output_token_ids=[given])) is None
+    while core.has_work:
+        message = core.step()
+        said += tokens_of(message)
+        cached = next((delta.num_cached_tokens for delta in message.deltas), None) if cached is None else cached
+    core.info.tiers.close()
+    assert said == greedy_reference(folder, [prompt], [len(given) + 20])[0]
     assert cached == len(prompt)  # and of the output what was kept, which `num_cached_tokens` does not count
+
+
+def greedy(max_tokens: int) -> EngineParams:
+    return EngineParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+
+
+def tokens_of(message: StepMessage) -> list[int]:
+    """Of the only request."""
+    return [token for delta in message.deltas for token in delta.token_ids]
 
 
 @pytest.mark.parametrize("kv_cache_dtype", [None, torch.int8])

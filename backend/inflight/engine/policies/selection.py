@@ -76,7 +76,7 @@ def make_policies(
     admission = _make_admission(config, listeners)
     if loads is not None:
         admission = from_tier = TierAdmission(admission, loads)
-        listeners += [from_tier, TierWriter(loads.tiers, loads.pool)]
+        listeners += [loads, from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)
         admission = compiled = GrammarAdmission(admission, grammars)

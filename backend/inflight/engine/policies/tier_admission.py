@@ -72,7 +72,6 @@ class TierAdmission(EngineListener):
         self._loads = loads
         self._tiers = loads.tiers
         self._visits: dict[Request, _Visit] = {}
-        self._num_waiting = 0  # visits that are not over
         self._cost = OnlineStepCost()
         self._num_steps = 0
 
@@ -87,15 +86,11 @@ class TierAdmission(EngineListener):
             visit = self._visits[request] = self._visit(request, prefix)
             if visit.is_over:
                 return True
-            self._num_waiting += 1
             self._loads.pool.follow(request)
         if self._is_coming(visit, request, prefix):
             return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
         self._end(visit, request)
         return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
-
-    def step_begins(self, running: Sequence[Request]) -> None:
-        self._loads.step_begins(is_alone=not running)
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
@@ -103,22 +98,18 @@ class TierAdmission(EngineListener):
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
 
-    def left(self, request: Request) -> None:
-        """If it was preempted, it looks again."""
-        self._forget(request)
-
     def ended(self, request: Request) -> None:
-        self._forget(request)
-
-    def _forget(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
         if visit is not None and not visit.is_over:
             self._end(visit, request)
 
+    left = ended  # if it was preempted, it looks again
+
     def _end(self, visit: _Visit, request: Request) -> None:
         visit.is_over = True
-        self._num_waiting -= 1
         self._loads.pool.unfollow(request)
+        if visit.asked is not None:
+            visit.asked[1].cancel()
         for load in visit.loads.values():
             self._loads.leave(load)
 
@@ -130,14 +121,15 @@ class TierAdmission(EngineListener):
         until = now + min(seconds, _LONGEST_WAIT)
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(num_blocks, len(prefix) // size * size, until, iter(tiers + tiers[:-1]))
+        visit = _Visit(num_blocks, len(prefix), until, iter(tiers + tiers[:-1]))
         has_logprobs = request.params.prompt_logprobs is not None
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
             or (has_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens)
-            or self._num_waiting >= _MOST_WAITING
-            or not (self._loads.are_possible and self._tiers.is_open)
+            or sum(not other.is_over for other in self._visits.values()) >= _MOST_WAITING
+            or pool.most_reserved < size
+            or not any(tier.is_open for tier in tiers)
             or until <= now
         )
         if not visit.is_over:
@@ -153,6 +145,8 @@ class TierAdmission(EngineListener):
             return False
         if not self._has_looked(visit, request):
             return True
+        if visit.stop <= len(prefix):
+            return False
         load = visit.loads.get(first)
         if load is not None and load.is_adopted:  # it was evicted again, or was the last
             visit.stop = first
@@ -174,11 +168,12 @@ class TierAdmission(EngineListener):
                 visit.stop = start
                 break
             visit.begun = start + size
-        if visit.stop <= len(prefix) or not self._loads.are_coming:
+        if visit.stop <= len(prefix):
             return False
-        num_waiting = len(range(max(first, visit.begun), visit.stop, size))
+        wanted = range(max(first, visit.begun), visit.stop, size)
+        last_hash = request.block_hashes[min(wanted.start + size, visit.stop) - 1]
         worth = _WORTH * self._compute_seconds(len(prefix), visit.stop)
-        return self._loads.seconds(visit.places[first], num_waiting) < worth
+        return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
         """Ask the tiers one by one which extents they have; whether all have answered."""
@@ -189,7 +184,7 @@ class TierAdmission(EngineListener):
                 tier = next(visit.order, None)
                 if tier is None:
                     break
-                if not tier.is_open:
+                if not tier.is_open or tier.seconds_to_ask() > _WORTH * (visit.until - self._loads.clock()):
                     continue
                 whole = [key_of(hashes[stop - 1]) for stop in range(begin + size, visit.num_blocks + 1, size)]
                 visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))
@@ -214,7 +209,8 @@ class TierAdmission(EngineListener):
         """Where the extent behind `found` whole ones can end before it is whole, the longest first."""
         size = self._tiers.extent_blocks
         start = (visit.stop // size + found) * size
-        return range(min(start + size - 1, visit.num_blocks), max(start, visit.stop), -1)
+        too_short = max(start + self._tiers.part_blocks - 1, visit.stop)
+        return range(min(start + size - 1, visit.num_blocks), too_short, -1)
 
     def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
         """To compute the blocks of a request behind its first `num_cached`."""

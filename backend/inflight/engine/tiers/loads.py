@@ -7,8 +7,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
+from inflight.engine.events import DoneStep, EngineListener
+from inflight.engine.request import Request
+from inflight.engine.step import SchedulerOutput
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import ExtentLoad, Tiers
@@ -17,16 +21,21 @@ __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
 _SHARE = 0.1  # of the time beside running requests in which a tier's threads may use a core
+_MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
 
 
-class Loads:
+class Loads(EngineListener):
     """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
 
     A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
     counted with the CPU time that it had at most: other processes may have delayed it.
 
+    A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
+    are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
+    after a preemption none are reserved until it is made.
+
     Args:
-        tiers: their loads in flight, perhaps of an earlier core, are adopted into `pool`.
+        tiers: their loads that have begun, perhaps for an earlier core, are adopted into `pool`.
         pool: has the blocks of these loads reserved.
 
     Attributes:
@@ -40,16 +49,12 @@ class Loads:
         self.num_lost = 0
         self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._left = math.inf  # CPU seconds that loads may still take in it
-
-    @property
-    def are_possible(self) -> bool:
-        """Whether the pool ever lends as many blocks as an extent has."""
-        return self.pool.most_reserved >= self.tiers.extent_blocks
-
-    @property
-    def are_coming(self) -> bool:
-        """Whether any is in flight, or may begin in a later step only."""
-        return bool(self.tiers.loads) or self._left <= 0
+        self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
+        self._num_made = self._num_done = 0  # steps
+        self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
+        self._preempted: set[Request] = set()  # since the last step was made
+        for load in tiers.loads.values():  # an earlier core's requests do not wait any more
+            load.done.cancel()
 
     def start(
         self, tier: Tier, chain: Sequence[bytes], first: int, count: int, keep: Sequence[int]
@@ -65,12 +70,15 @@ class Loads:
         """
         load = self.tiers.loads.get(chain[first + count - 1])
         if load is None:
-            blocks = None
-            if self._left > 0 and len(self.tiers.loads) < _MOST_IN_FLIGHT:
-                blocks = self.pool.reserve(count, keep)
+            may_begin = self._left > 0 and not self._preempted and len(self.tiers.loads) < _MOST_IN_FLIGHT
+            blocks = self.pool.reserve(count, keep) if may_begin else None
             if blocks is None:
                 return None
-            load = self.tiers.load(tier, chain, first, blocks)
+            load = self.tiers.loads[chain[first + count - 1]] = ExtentLoad(chain, first, blocks, tier)
+            if self._num_made == self._num_done:
+                self.tiers.begin(load)
+            else:
+                self._reserved.append((self._num_made, load))
             self._left -= tier.extent_cpu_seconds
         load.num_waiting += 1
         return load
@@ -81,31 +89,48 @@ class Loads:
         if not load.num_waiting and load.is_adopted is None and load.done.cancel():
             self._end(load)
 
-    def step_begins(self, is_alone: bool) -> None:
-        """Adopt what has arrived, and free the blocks of what has not.
-
-        Args:
-            is_alone: no request runs.
-        """
+    def step_begins(self, running: Sequence[Request]) -> None:
+        """Adopt what has arrived, and free the blocks of what has not."""
         now = self.clock(), self.tiers.cpu_clock()
-        earned = math.inf if is_alone else _SHARE * min(now[0] - self._began[0], now[1] - self._began[1])
-        self._began, self._left = now, earned + min(self._left, 0.0)
-        if self.tiers.loads:
-            self._adopt_done()
-
-    def _adopt_done(self) -> None:
+        earned = min(_MOST_EARNED, _SHARE * min(now[0] - self._began[0], now[1] - self._began[1]))
+        self._began, self._left = now, (earned if running else math.inf) + min(self._left, 0.0)
+        self._wanted.clear()
         ended = [load for load in self.tiers.loads.values() if load.done.done()]
         for load in ended:
             self._end(load)
-        chains = {id(load.chain): load for load in ended}  # of each sequence the last
-        for load in chains.values():
+        for load in {id(load.chain): load for load in ended}.values():  # of each sequence the last
             self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
 
-    def seconds(self, tier: Tier, count: int) -> float:
-        """Until `count` more extents are there, after those in flight."""
+    def left(self, request: Request) -> None:
+        self._preempted.add(request)
+
+    def ended(self, request: Request) -> None:
+        self._preempted.discard(request)  # it was not
+
+    def step_made(self, out: SchedulerOutput) -> None:
+        self._num_made += 1
+        self._preempted.clear()
+
+    def step_done(self, step: DoneStep) -> None:
+        self._num_done += 1
+        while self._reserved and self._reserved[0][0] <= self._num_done:
+            _, load = self._reserved.popleft()
+            if load.is_adopted is None:  # else no request waits for it
+                self.tiers.begin(load)
+
+    step_failed = step_done
+
+    def come_within(self, seconds: float, tier: Tier, block_hash: bytes, count: int) -> bool:
+        """Whether `count` more extents, the first with this last hash, come so soon; then others' come after them."""
+        same = self._wanted.get(block_hash, 0)  # what begins with the same extent is mostly the same
+        wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
-        paced = 0.0 if self._left == math.inf else (count * tier.extent_cpu_seconds - self._left) / _SHARE
-        return max(paced, tier.seconds(ahead + count))
+        paced = 0.0 if self._left == math.inf else (wanted * tier.extent_cpu_seconds - self._left) / _SHARE
+        begin_later = self._left <= 0 or (self._left < math.inf and self._preempted)
+        if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
+            return False
+        self._wanted[block_hash] = max(count, same)
+        return True
 
     def _end(self, load: ExtentLoad) -> None:
         hashes = load.chain[load.first : load.first + len(load.blocks)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -91,6 +92,7 @@ class Tier:
         self._reads, self._writing = _Breaker(), _Breaker()  # apart: a full medium can still be read
         self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
         self._writes = workers(1, f"{name}-write", _MOST_WRITES)
+        self._asked: list[Future[tuple[int, int | None]]] = []
         self._kept: OrderedDict[bytes, bool] = OrderedDict()  # True: it has the extent; False: it was computed once
 
     @property
@@ -119,6 +121,11 @@ class Tier:
         each = self._extent_seconds
         return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
+    def seconds_to_ask(self) -> float:
+        """Until it comes to a question that is asked now: it answers one after the other."""
+        self._asked = [answer for answer in self._asked if not answer.done()]
+        return len(self._asked) * self._find_seconds
+
     def stats(self) -> TierStats:
         """For metrics."""
         with self._lock:
@@ -145,7 +152,8 @@ class Tier:
         Returns:
             How many of the leading `keys` it seems to have, and the index of the first one behind them that it has.
         """
-        return self._finds.submit(self._find, list(keys), behind)
+        self._asked.append(answer := self._finds.submit(self._find, list(keys), behind))
+        return answer
 
     def load(self, key: bytes, frames: Frames) -> Future[bool]:
         """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
@@ -196,25 +204,27 @@ class Tier:
 
     def _find(self, keys: list[bytes], behind: Callable[[int], Sequence[bytes]]) -> tuple[int, int | None]:
         start = self._begin()
+        found = self._position(self._store.find, keys)
+        others = () if found is None else behind(found)
+        other = self._position(self._store.first_of, others)
+        self._find_seconds += _SMOOTHING * (self._end(start) - self._find_seconds)
+        if found is None:
+            return 0, None
+        has = [*keys[:found], *(() if other is None else others[other : other + 1])]
+        lacks = [*keys[found:], *others[: other or 0]]  # perhaps: to store an extent again does no harm
+        for key in has:
+            self._remember(key, True)
+        for key in filter(self._kept.get, lacks):
+            self._remember(key, False)
+        return found, other if len(has) > found else None
+
+    def _position(self, ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int | None:
+        """The store's answer, an index of `keys` or their number; None if it fails."""
         try:
-            found = min(len(keys), max(0, self._store.find(keys))) if keys else 0
-            others = behind(found)
-            other = self._store.first_of(others) if others else 0
+            return min(len(keys), max(0, operator.index(ask(keys)))) if keys else 0
         except Exception as error:
             self._failed(error, self._reads)
-            return 0, None
-        finally:
-            took = self._end(start)
-        self._find_seconds = self._find_seconds + _SMOOTHING * (took - self._find_seconds)
-        for key in keys[:found]:
-            self._remember(key, True)
-        for key in keys[found:]:  # behind what it lacks nothing is known, and to store it again does no harm
-            if self._kept.get(key):
-                self._remember(key, False)
-        if not 0 <= other < len(others):
-            return found, None
-        self._remember(others[other], True)
-        return found, other
+            return None
 
     def _load(self, key: bytes, frames: Frames) -> bool:
         start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
@@ -285,13 +295,11 @@ class _Breaker:
 
 
 def _why(error: Exception) -> Why:
-    try:
-        raise error
-    except TornError:
-        return "torn"
-    except TimeoutError:
-        return "timeout"
-    except OSError as failure:
-        return "full" if failure.errno in (errno.ENOSPC, errno.EDQUOT) else "io"
-    except Exception:
-        return "io"
+    match error:
+        case TornError():
+            return "torn"
+        case TimeoutError():
+            return "timeout"
+        case OSError(errno=errno.ENOSPC | errno.EDQUOT):
+            return "full"
+    return "io"

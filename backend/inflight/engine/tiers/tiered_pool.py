@@ -47,6 +47,8 @@ class TieredPool(KVPool):
 
     def follow(self, request: Request) -> None:
         """Its prefix will be asked for in each step, until `unfollow`; its full blocks but the last have hashes."""
+        assert request.caches_blocks and len(request.block_hashes) >= (request.num_tokens - 1) // self.block_size
+        assert request.params.prompt_logprobs is None or request.num_prompt_logprobs >= request.num_prompt_tokens
         self._followed[request] = self._num_unpublished, []
 
     def unfollow(self, request: Request) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from weakref import ref
@@ -18,6 +18,7 @@ __all__ = ["ExtentLoad", "Tiers"]
 
 _EXTENT_BYTES = 2**20
 _MOST_BLOCKS = 16  # of an extent
+_SHORTEST_PART = 4  # is 1 / 4 of an extent
 
 
 @dataclass(eq=False)
@@ -27,7 +28,7 @@ class ExtentLoad:
     Attributes:
         chain: hashes of the sequence's blocks; the extent begins at index `first`.
         blocks: reserved for it.
-        done: whether `blocks` contain it now, verified.
+        done: whether `blocks` contain it now, verified; its own future until `Tiers.begin`.
         num_waiting: requests that wait for it.
         is_adopted: its blocks are in the prefix cache, or were; None: it is on its way.
     """
@@ -36,7 +37,7 @@ class ExtentLoad:
     first: int
     blocks: list[int]
     tier: Tier
-    done: Future[bool]
+    done: Future[bool] = field(default_factory=Future)
     num_waiting: int = 0
     is_adopted: bool | None = None
 
@@ -71,26 +72,23 @@ class Tiers:
         self.extent_blocks = min(_MOST_BLOCKS, max(1, _EXTENT_BYTES // self.blocks.bytes_per_block))
 
     @property
-    def reserved(self) -> Iterator[int]:
-        """The blocks that loads fill."""
-        for load in self.loads.values():
-            yield from load.blocks
+    def part_blocks(self) -> int:
+        """Blocks of the shortest part of an extent that is kept: a file for less is not worth its place."""
+        return max(1, self.extent_blocks // _SHORTEST_PART)
 
     @property
-    def is_open(self) -> bool:
-        """Whether any tier can be asked."""
-        return any(tier.is_open for tier in self.tiers)
+    def reserved(self) -> list[int]:
+        """The blocks that loads fill."""
+        return [block for load in self.loads.values() for block in load.blocks]
 
     def totals(self) -> TierTotals:
         """For metrics."""
         return TierTotals(self.num_queries, self.num_hits, [tier.stats() for tier in self.tiers])
 
-    def load(self, tier: Tier, chain: Sequence[bytes], first: int, blocks: list[int]) -> ExtentLoad:
-        """Start to fill reserved blocks with the extent that begins at index `first` of the chain."""
-        block_hash = chain[first + len(blocks) - 1]
-        future = tier.load(self.seal.key_of(block_hash), self.blocks.frames(blocks))
-        self.loads[block_hash] = started = ExtentLoad(chain, first, blocks, tier, future)
-        return started
+    def begin(self, load: ExtentLoad) -> None:
+        """Start to fill its blocks."""
+        key = self.seal.key_of(load.chain[load.first + len(load.blocks) - 1])
+        load.done = load.tier.load(key, self.blocks.frames(load.blocks))
 
     def missing_in(self, block_hash: bytes) -> list[Tier]:
         """The tiers that should get this extent."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from inflight.engine.events import DoneStep, EngineListener
-from inflight.engine.request import Request
+from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
@@ -22,6 +22,7 @@ class _Computed(NamedTuple):
     """An extent that is complete once step number `step` has run; `generations` are its blocks' as of then."""
 
     step: int
+    request: Request
     block_hash: bytes
     blocks: list[int]
     generations: list[int]
@@ -57,31 +58,29 @@ class TierWriter(EngineListener):
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
         if num_kept is not None:
-            self._look_at(request, num_kept, 1)
-            self._send()
+            self._look_at(request, num_kept, self._tiers.part_blocks)
+
+    def ended(self, request: Request) -> None:
+        self._send()
 
     def step_made(self, out: SchedulerOutput) -> None:
         self._num_made += 1
 
     def step_done(self, step: DoneStep) -> None:
-        if step.result.row_failures:
-            self.step_failed(step)
-            return
         self._num_done += 1
-        if self._computed:
-            self._send()
+        if step.result.failure or step.result.row_failures:  # its blocks were not computed, and others may share them
+            self._computed.clear()
+        self._send()
 
-    def step_failed(self, step: DoneStep) -> None:
-        """Its blocks were not computed, and other requests may share them."""
-        self._num_done += 1
-        self._computed.clear()
+    step_failed = step_done
 
     def _look_at(self, request: Request, num_kept: int, shortest: int) -> int:
-        """Note new extents, behind `num_kept`, of so many blocks at least; returns how many whole ones there are."""
+        """Note new extents, behind `num_kept`, of so many blocks at least; returns how many are whole."""
         if request.num_tokens <= request.num_given_tokens:
             return num_kept
         size, pool = self._extent_blocks, self._pool
-        count = min(request.num_computed_tokens, request.num_tokens) // pool.block_size // shortest * shortest
+        count = min(request.num_computed_tokens, request.num_tokens) // pool.block_size
+        count -= count % size if count % size < shortest else 0
         hashes = pool.hashes(request, count)
         for start in range(num_kept * size, count, size):
             blocks = request.block_ids[start : min(start + size, count)]
@@ -89,12 +88,14 @@ class TierWriter(EngineListener):
             into = self._tiers.missing_in(block_hash)
             if into:
                 generations = [pool.generations[block] for block in blocks]
-                self._computed.append(_Computed(self._num_made, block_hash, blocks, generations, into))
+                self._computed.append(_Computed(self._num_made, request, block_hash, blocks, generations, into))
         return max(num_kept, count // size)
 
     def _send(self) -> None:
         generations = self._pool.generations
         while self._computed and self._computed[0].step <= self._num_done:
-            _, block_hash, blocks, expected, into = self._computed.popleft()
-            if [generations[block] for block in blocks] == expected:
+            _, request, block_hash, blocks, expected, into = self._computed.popleft()
+            # Part of one only if its request has ended: it may be preempted often, and return to its whole extents.
+            is_kept = len(blocks) == self._extent_blocks or request.status is Status.FINISHED
+            if is_kept and [generations[block] for block in blocks] == expected:
                 self._tiers.store(into, block_hash, blocks, generations)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from unittest import mock
 
 from drafters import KINDS, HashDrafter
-from engine_rig import Info, add, expected_output
+from engine_rig import VOCAB, Info, add, expected_output
 from hypothesis import given
 from hypothesis import strategies as st
 from tiers_rig import FAULTS, FaultyStore, TieredRig
@@ -27,6 +27,9 @@ arrivals = st.lists(
     min_size=1,
     max_size=8,
 )
+
+# Tasks before a step, from which end, and beside the step in flight.
+pace = st.tuples(st.integers(0, 9), st.booleans(), st.integers(0, 9))
 
 
 @st.composite
@@ -52,10 +55,11 @@ def workloads(draw):
         "secret": draw(st.sampled_from([b"", b"0123456789abcdef"])),
         "second": draw(st.booleans()),
         "cpu_seconds": draw(st.sampled_from([0.0, 0.0, 5e-5, 1e-3])),
+        "stops": draw(st.sampled_from([[], [*range(1, VOCAB, 6)]])),  # as often as that a row is wasted
         "drafter": draw(drafters),
         "engines": draw(st.lists(arrivals, min_size=2, max_size=3)),
         "faults": draw(st.lists(faults, min_size=1, max_size=2)),
-        "pace": draw(st.lists(st.tuples(st.integers(0, 9), st.booleans()), min_size=1, max_size=8)),
+        "pace": draw(st.lists(pace, min_size=1, max_size=8)),
         "is_patient": draw(st.booleans()),
     }
 
@@ -92,7 +96,8 @@ def _serve(load, stores, arrivals):
     for request_id, (gap, prompt, max_tokens, n, abort_after, tenant) in enumerate(arrivals):
         for _ in range(gap):
             step()
-        params = add(rig.core, request_id, prompt, {"tenant": tenant, "arrival": rig.now}, max_tokens=max_tokens, n=n)
+        fields, stops = {"tenant": tenant, "arrival": rig.now}, load["stops"]
+        params = add(rig.core, request_id, prompt, fields, max_tokens=max_tokens, n=n, stop_token_ids=stops)
         answer = expected_output(prompt, params, info)
         expected.update({(request_id, index): answer for index in range(n)})
         sound.update(rig.payloads([*prompt, *answer[0]], tenant))

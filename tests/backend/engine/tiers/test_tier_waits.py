@@ -1,0 +1,262 @@
+"""KV tiers in the engine: how long requests wait, and what loads cost others."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+from drafters import add_gate
+from engine_rig import add
+from kv_memory import MemoryStore
+from tier_conversations import PROMPT, answer, from_tiers, rig_of, serve, stored
+
+from inflight.engine.policies import tier_admission
+
+pytestmark = pytest.mark.usefixtures("half_a_millisecond_a_token")
+
+
+@pytest.mark.parametrize("what", ["find", "load"])
+def test_no_request_waits_longer_than_computing_takes(what):
+    """The store hangs.  41 tokens take 20 ms; others go on meanwhile."""
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    add(rig.core, 1, [5], max_tokens=30, ignore_eos=True)
+    if what == "load":
+        while not rig.tiers.loads:
+            rig.step(1)
+        reserved = list(rig.core.pool.reserved)
+    waited = 0
+    while (0, 0) not in rig.outputs:
+        rig.step()
+        waited += 1
+    assert 2 <= waited <= 23
+    assert len(rig.outputs[1, 0]) >= waited - 1
+    while rig.core.has_work:
+        rig.step()
+    assert rig.outputs[0, 0] == answer(PROMPT, 4)
+    if what == "load":
+        assert rig.core.pool.reserved <= set(reserved)
+    rig.hand.run(99)
+    rig.core.step()
+    assert not rig.core.pool.reserved
+
+
+def test_a_load_that_nobody_waits_for_is_not_begun():
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    while not rig.tiers.loads:
+        rig.step(1)
+    assert rig.core.pool.reserved
+    rig.core.abort(0)
+    rig.check()
+    assert not rig.core.pool.reserved and not rig.core.has_work
+    rig.hand.run(99)
+    assert not rig.tiers.tiers[0].num_loaded
+
+
+def test_a_request_whose_grammar_took_long_does_not_fail_because_it_waits_for_a_tier():
+    """It was held for something else, and would fail 16 s later."""
+    rig = rig_of(stored())
+    [gate] = [add_gate(rig.core, {0: 1})]
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1.0):
+        rig.step()
+        assert not gate.waits[0] and rig.core.scheduler.held
+        [request] = rig.core.scheduler.held
+        request.held_until = rig.now + 16
+        rig.step()
+        assert rig.core.scheduler.held
+        rig.now += 1.1
+        rig.step()
+        rig.step()
+    assert rig.outputs[0, 0]
+
+
+def test_beside_running_requests_loads_take_a_tenth_of_a_core():
+    """Nine extents, each 0.3 ms of a core; a step takes a millisecond."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
+    loaded = []
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):  # 72 ms to compute; 27 at this pace
+        while (0, 0) not in rig.outputs:
+            rig.step(99)
+            loaded.append(rig.tiers.tiers[0].num_loaded)
+    assert rig.tiers.num_hits == 36
+    per_step = [after - before for before, after in itertools.pairwise(loaded)]
+    assert max(per_step) == 1 and max(sum(per_step[n : n + 10]) for n in range(len(per_step))) == 4
+    assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
+
+
+def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeypatch):
+    """Of fifty on one prefix, a step looks up no block that it has found, and asks no other policy."""
+    rig = rig_of(stored(), max_num_seqs=64)
+    asked, looked_up = [], []
+    policy = from_tiers(rig)
+    admits = policy._inner.admits
+    monkeypatch.setattr(policy._inner, "admits", lambda *args: asked.append(1) or admits(*args))
+    for request_id in range(50):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], max_tokens=2, ignore_eos=True)
+    rig.step()
+    rig.step(50)  # all have asked, and wait for the first one's loads
+    while len(rig.core.pool._block_of) < 6:
+        rig.step(1)
+    blocks = rig.core.pool._block_of
+
+    class Counted(dict):
+        def get(self, key: bytes, default: Any = None) -> Any:
+            looked_up.append(key)
+            return super().get(key, default)
+
+    rig.core.pool._block_of = Counted(blocks)
+    asked.clear()
+    rig.core.step()
+    assert len(rig.core.scheduler.held) == 50 and not asked
+    assert len(looked_up) <= 50
+    rig.core.pool._block_of = blocks
+    rig.run()
+    assert len(rig.outputs) == 50
+
+
+def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    rig.now += 1.0
+    rig.step()
+    assert from_tiers(rig)._loads._left == pytest.approx(5e-3)
+
+
+def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serves_a_few():
+    """Each has nine extents, at 0.3 ms: 27 ms at the pace, and computing one takes 72."""
+    prompts = [[n + 1, *PROMPT[1:36]] for n in range(8)]
+    store = MemoryStore()
+    for prompt in prompts:
+        serve(rig_of(store), 0, prompt)
+    rig = rig_of(store, max_num_seqs=16, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    for request_id, prompt in enumerate(prompts):
+        add(rig.core, request_id, [*prompt, 3], max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        for _ in range(5):
+            rig.step(99)
+        assert len(rig.core.scheduler.held) == 2
+        rig.run()
+    assert rig.tiers.num_hits == 2 * 36
+    assert all(rig.outputs[n, 0] == answer([*prompts[n], 3], 4) for n in range(8))
+
+
+def test_requests_that_share_a_prefix_wait_for_its_loads_as_one_does():
+    """As above, but all want the same nine extents."""
+    prompt = [9, *PROMPT[1:36]]
+    rig = rig_of(stored(prompt), max_num_seqs=16, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    for request_id in range(8):
+        add(rig.core, request_id, [*prompt, request_id], max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        for _ in range(5):
+            rig.step(99)
+        assert len(rig.core.scheduler.held) == 8
+        rig.run()
+    assert rig.tiers.num_hits == 36
+
+
+def test_who_has_all_its_loads_waits_for_them_alone():
+    """A request before it comes to want more, and its loads begin later."""
+    long, short = [1, *PROMPT[1:36]], [2, *PROMPT[1:8]]
+    store = stored(long)
+    serve(rig_of(store), 0, short, max_tokens=1)
+    rig = rig_of(store, cpu_seconds=3e-4)
+    add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        add(rig.core, 0, [*long, 3], max_tokens=4, ignore_eos=True)
+        add(rig.core, 1, [*short, 3], max_tokens=4, ignore_eos=True)
+        rig.step()
+        rig.step(1, last_first=True)
+        while len(rig.tiers.loads) < 2:
+            rig.step()
+        rig.step(1)
+        assert len(rig.core.scheduler.held) == 2 and len(rig.tiers.loads) == 2
+        rig.run()
+    assert rig.tiers.num_hits == 36 + 8
+
+
+def test_no_more_than_so_many_requests_wait(monkeypatch):
+    monkeypatch.setattr(tier_admission, "_MOST_WAITING", 2)
+    rig = rig_of(stored())
+    for request_id in range(4):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.core.scheduler.held) == 2
+    rig.run()
+    assert len(rig.reasons) == 4
+
+
+def test_a_request_that_starts_is_not_looked_for_any_more():
+    store = stored()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.core.abort(0)
+    rig.hand.run(99)
+    assert not store.asked
+
+
+def test_a_tier_with_more_questions_than_it_answers_in_time_is_not_asked():
+    store = stored()
+    rig = rig_of(store, max_num_seqs=16)
+    rig.tiers.tiers[0]._find_seconds = 0.006  # of the 20 ms that computing takes, 16 are worth waiting
+    for request_id in range(8):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.hand.tasks) == 3 and len(rig.core.scheduler.held) == 3
+    rig.run()
+    assert len(rig.reasons) == 8
+
+
+def test_where_nothing_runs_loads_take_all_there_is():
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):  # asked, begun, adopted
+        rig.step(99)
+    assert rig.tiers.num_hits == 40
+
+
+def test_loads_that_would_take_a_core_too_long_beside_others_are_not_waited_for():
+    """Ten extents at 0.3 ms: 30 ms at the pace, and computing them takes 20."""
+    rig = rig_of(stored(), cpu_seconds=3e-4)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    rig.step()
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(4):
+        rig.step(99)
+    assert rig.outputs[0, 0]
+
+
+def test_a_slow_tier_is_not_waited_for():
+    rig = rig_of(stored())
+    rig.tiers.tiers[0]._extent_seconds = 0.01  # 10 extents: 50 ms, and computing them takes 20
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    for _ in range(3):
+        rig.step(1)
+    assert rig.outputs[0, 0]
+
+
+def test_an_answer_that_takes_a_second_is_not_waited_for_though_computing_takes_longer(monkeypatch):
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", 1.0)
+    rig = rig_of(stored())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.tiers.tiers[0]._began[0] = rig.now  # a thread has begun, and hangs
+    rig.step()
+    assert rig.core.scheduler.held
+    rig.now += 1.1
+    rig.step()
+    rig.step()
+    assert rig.outputs[0, 0]

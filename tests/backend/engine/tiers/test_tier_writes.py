@@ -1,0 +1,258 @@
+"""KV tiers in the engine: what is kept, and when."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+from unittest import mock
+
+import pytest
+from engine_rig import Info, add, done_step
+from kv_memory import MemoryStore
+from tier_conversations import OPTIONS, PROMPT, answer, num_computed, rig_of, serve
+from tiers_rig import ByteRunner, FaultyStore, TieredRig
+
+from inflight.engine.request import Request, Status
+from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.engine.tiers import writer
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiered_pool import TieredPool
+from inflight.runner.tier_threads import TierThreads
+
+pytestmark = pytest.mark.usefixtures("half_a_millisecond_a_token")
+
+
+def test_of_a_running_request_only_whole_extents_are_kept():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=4)
+    add(rig.core, 0, PROMPT, max_tokens=30, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 20:
+        rig.step(99)
+    sizes = {len(extent) for extent in store.extents.values()}
+    assert len(store.extents) == 60 // 16 and len(sizes) == 1
+
+
+def test_what_a_running_request_has_computed_is_kept_before_it_ends():
+    store = MemoryStore()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=20, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 18:
+        rig.step(99)
+    assert len(store.extents) >= (41 + 8) // 4
+    resumed = rig_of(store)
+    given = rig.outputs[0, 0]
+    fields = {"output_token_ids": [given]}  # as the frontend replays it after the engine's death
+    add(resumed.core, 0, PROMPT, fields, max_tokens=20, ignore_eos=True)
+    resumed.run()
+    assert given + resumed.outputs[0, 0] == answer(PROMPT, 20)
+    assert num_computed(resumed) < 20
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_the_step_in_flight_of_an_aborted_request_is_waited_for(asynchronous):
+    """Its last block is full with the token that the step in flight computes."""
+    store = FaultyStore()
+    rig = rig_of(store, async_scheduling=asynchronous)
+    add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 4:
+        rig.step()
+    rig.core.abort(0)
+    rig.hand.run(99)
+    add(rig.core, 1, [9], max_tokens=2)
+    rig.run()
+    tokens = [*PROMPT[:8], *answer(PROMPT[:8], 4)]
+    assert store.given and store.given.items() <= rig.payloads(tokens).items()
+
+
+def test_blocks_that_others_write_before_they_are_copied_are_left_out():
+    store = FaultyStore()
+    rig = rig_of(store, num_blocks=17)
+    add(rig.core, 0, PROMPT, max_tokens=2, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    assert rig.hand.tasks
+    add(rig.core, 1, [8] * 60, max_tokens=2, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    rig.run()
+    sound = rig.payloads([*PROMPT, *answer(PROMPT, 2)]) | rig.payloads([*[8] * 60, *answer([8] * 60, 2)])
+    assert store.given.items() <= sound.items()
+
+
+def test_blocks_that_another_request_gets_before_their_step_has_run_are_left_out():
+    """Its request was preempted while the step that fills them was in flight."""
+    rig = rig_of(MemoryStore(), block_size=1)
+    pool = TieredPool(4, 1, 1)
+    listener = writer.TierWriter(rig.tiers, pool)
+    for others_blocks, num_kept in ((1, 3), (2, 2)):
+        request = Request(0, PROMPT[:3], SamplingParams(max_tokens=9))
+        pool.admit(request, [])
+        pool.extend(request, 3)
+        request.num_computed_tokens = 3
+        listener.admitted(request, 0)
+        request.token_ids.append(others_blocks)
+        request.num_tokens += 1
+        listener.step_made(SchedulerOutput())
+        pool.publish(request, 3)
+        listener.left(request)
+        pool.release(request)
+        assert not rig.hand.tasks
+        other = Request(1, [9] * 2, SamplingParams(max_tokens=9))
+        pool.extend(other, others_blocks)
+        listener.step_done(done_step(SchedulerOutput(), 1.0))
+        assert len(rig.hand.tasks) == num_kept
+        rig.hand.tasks.clear()
+        rig.tiers.tiers[0]._kept.clear()
+        pool.release(other)
+        pool.forget(request, 0)
+
+
+@pytest.mark.parametrize(("status", "num_kept"), [(Status.WAITING, 1), (Status.FINISHED, 2)])
+def test_a_preempted_request_leaves_its_whole_extents_and_no_part(status, num_kept):
+    rig = rig_of(MemoryStore(), block_size=1, extent_blocks=4)
+    pool = TieredPool(8, 1, 1)
+    listener = writer.TierWriter(rig.tiers, pool)
+    request = Request(0, PROMPT[:6], SamplingParams(max_tokens=9))
+    pool.admit(request, [])
+    pool.extend(request, 6)
+    request.num_computed_tokens = 6
+    listener.admitted(request, 0)
+    request.token_ids.append(1)
+    request.num_tokens += 1
+    listener.step_made(SchedulerOutput())
+    listener.left(request)
+    request.status = status
+    listener.step_done(done_step(SchedulerOutput(), 1.0))
+    assert len(rig.hand.tasks) == num_kept
+
+
+def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
+    rig = rig_of(MemoryStore(), async_scheduling=False)
+    add(rig.core, 0, PROMPT[:9], max_tokens=20, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 3:
+        rig.step()
+    rig.hand.run(99)
+    rig.core.abort(0)
+    assert not rig.core.has_work and rig.hand.tasks
+
+
+@pytest.mark.parametrize(("length", "num_kept"), [(12, 0), (16, 1), (27, 1)])
+def test_a_short_part_of_an_extent_is_not_kept(length, num_kept):
+    """Of less than a quarter: most turns of a chat would leave one, and no turn reads it again but the next."""
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, PROMPT[: length - 3], max_tokens=4)
+    assert len(store.extents) == num_kept
+
+
+def test_a_part_that_a_tier_has_lost_is_kept_again():
+    store = MemoryStore()
+    rig = rig_of(store, extent_blocks=16)
+    serve(rig, 0, PROMPT)
+    [key] = store.extents
+    store.extents.clear()
+    rig.new_core()  # nothing is cached
+    serve(rig, 1, [*PROMPT, *answer(PROMPT, 8)], max_tokens=2)
+    assert [*store.extents] == [key]
+
+
+def test_writes_that_wait_are_not_dropped():
+    """A prompt of a large model has hundreds of extents, and all of them are computed at the same time."""
+    gate, store = threading.Event(), MemoryStore()
+    tier = Tier("disk", store, Seal(bytes(16)), TierThreads)
+    frames = [memoryview(b"kv")]
+    for number in range(600):
+        tier.store(number.to_bytes(16, "big"), lambda: gate.wait(30) and frames)
+    gate.set()
+    tier.close(30)
+    assert tier.num_stored == len(store.extents) == 600 and not tier.num_dropped
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_tiers_share_a_copy_while_one_has_it(keeps):
+    """It is made again otherwise: bytes do not pile up before a store that is slow."""
+    rig, kept, made = rig_of(MemoryStore(), MemoryStore()), [], []
+    with mock.patch.object(rig.runner, "copy", side_effect=lambda blocks: made.append(blocks) or memoryview(b"kv" * 8)):
+        rig.tiers.store(rig.tiers.tiers, b"hash", [1, 2], [0] * 9)
+        for _, _, (_, copied) in rig.hand.tasks:
+            kept = [kept, copied()] if keeps else [copied() is None]
+    assert len(made) == (1 if keeps else 2)
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+@pytest.mark.parametrize("number", range(4, 12))
+def test_a_failed_step_leaves_nothing_in_a_store(number, asynchronous):
+    store = FaultyStore()
+    rig = rig_of(store, async_scheduling=asynchronous)
+    steps = itertools.count()
+
+    def failing(ticket: Any) -> StepOutput:
+        if next(steps) == number:  # it is not computed
+            return StepOutput(failure="out of memory")
+        return ByteRunner.collect(rig.runner, ticket)
+
+    rig.runner.collect = failing  # type: ignore[method-assign]
+    add(rig.core, 0, PROMPT[:10], max_tokens=30, ignore_eos=True)
+    with mock.patch.object(writer, "_EVERY", 1), pytest.raises(AssertionError, match="out of memory"):
+        rig.run()
+    rig.hand.run(99)
+    assert store.given and store.given.items() <= rig.payloads(PROMPT[:10] + answer(PROMPT[:10], 30)).items()
+
+
+def test_a_request_that_never_yielded_a_token_leaves_nothing():
+    store = MemoryStore()
+    rig = rig_of(store, max_num_batched_tokens=8)
+    add(rig.core, 0, PROMPT, max_tokens=4)
+    for _ in range(3):
+        rig.step(9)
+    rig.core.abort(0)
+    rig.hand.run(99)
+    assert not store.extents
+
+
+def test_a_medium_that_wears_out_gets_only_what_is_computed_twice():
+    store = MemoryStore()
+    rig = TieredRig(Info(num_blocks=256), 1, [store], second=True, **OPTIONS)
+    serve(rig, 0, PROMPT)
+    assert not store.extents
+    serve(rig, 1, PROMPT)
+    assert len(store.extents) == 12
+
+
+def test_writes_that_wait_for_an_earlier_core_are_left_out():
+    """The next core's requests take the same blocks, and the earlier one's generations do not tell."""
+    store = FaultyStore()
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    assert any(work.__name__ == "_write" for _, work, _ in rig.hand.tasks)
+    rig.new_core()
+    serve(rig, 1, PROMPT[::-1])
+    assert store.given and store.given.items() <= rig.payloads(PROMPT[::-1] + answer(PROMPT[::-1], 8)).items()
+
+
+def test_a_prompt_that_a_tier_has_lost_is_kept_again_as_a_whole():
+    store = MemoryStore()
+    rig = rig_of(store)
+    serve(rig, 0, PROMPT)
+    whole = rig.payloads(PROMPT).keys()
+    assert len(whole) > 5 and whole <= store.extents.keys()
+    store.extents.clear()
+    rig.new_core()  # nothing is cached
+    serve(rig, 1, PROMPT)
+    assert whole <= store.extents.keys()
+
+
+def test_a_medium_that_cannot_be_written_is_read():
+    rig = rig_of(MemoryStore())
+    tier = rig.tiers.tiers[0]
+    with mock.patch.object(MemoryStore, "store", side_effect=OSError(28, "no space is left")):
+        serve(rig, 0, PROMPT)
+    assert tier.errors["full"] >= 3
+    assert tier.is_open and not tier.wants(b"key")
+    rig.now += 31
+    assert tier.wants(b"key")
