@@ -38,10 +38,10 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
     """Mean squares of the inputs, float32 [K], of the linear layers `names`; their mean is 1.
 
     Random tokens run through `model`, which is on a CPU, with transformers' own attention, in float32, on one thread,
-    so that the result has the same bits each time.  The first token of a sequence counts as any other, though trained
-    models attend to it where there is nothing to attend to, and its input of some layer has 400,000 times the square of
-    the others' (SmolLM2-135M): all tokens read its keys and values.  Without it bench/quantization.py finds a perplexity
-    of 13.98 instead of 13.40 (`shuffled`), with at most 32 times the median square of a token 13.45.
+    so that the result has the same bits each time.  The first token of a sequence counts as any other, because all
+    tokens read its keys and values.  Trained models attend to it where there is nothing to attend to, and its input of
+    one layer of SmolLM2-135M has 400,000 times the square of the others'.  Without it bench/quantization.py finds a
+    perplexity of 13.98 instead of 13.40 (`shuffled`), with at most 32 times the median square of a token 13.45.
 
     Layers without a finite result are left out, such as an expert that saw no token; so are layers behind a failure of
     the model's code, and all of a model of more than 16 billion weights.
