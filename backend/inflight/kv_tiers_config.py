@@ -24,8 +24,8 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
         url: of "redis": redis://, rediss:// or unix://.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
-        write: "all" keeps every extent as soon as it is computed; "second" only extents computed for the second
-            time, for a medium that wears out.
+        write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
+            only extents computed for the second time, for a medium that wears out.
     """
 
     type: _Kind

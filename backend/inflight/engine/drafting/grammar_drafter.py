@@ -1,7 +1,7 @@
 """Drafts of the tokens that a grammar forces: one step computes several, instead of one step each.  No torch.
 
-They are drafts like any others: the engine emits the target's choice under the grammar's masks.  Where a text is
-forced, a mask admits one token, the tokenizer's.
+The engine emits the target's choice under the grammar's masks.  Where a text is forced, a mask admits one token, the
+tokenizer's; on a CPU it is set without a mask (`Grammar.settle`).
 """
 
 from __future__ import annotations

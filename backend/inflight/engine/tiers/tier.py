@@ -65,7 +65,7 @@ class Tier:
         errors: why a store failed -> how often.
         load_seconds, num_loaded: of the extents that were read and verified.
         extent_cpu_seconds: that the last of them took, smoothed.
-        num_stored, num_dropped: extents that it took, or that waited too long to be written.
+        num_stored, num_dropped: extents that it took, or for which too many others waited.
     """
 
     def __init__(
