@@ -27,11 +27,7 @@ class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Outcome(NamedTuple):
-    """Whether a request may start with an adapter; neither ready nor a failure: it has to wait.
-
-    Attributes:
-        failure: why the adapter cannot be served; "" if it can.
-    """
+    """Whether a request may start with an adapter, or why it never can; neither ready nor a failure: it waits."""
 
     ready: bool
     failure: str = ""
@@ -60,7 +56,7 @@ class Adapters(Protocol):
         """A request that held it has ended."""
 
     def forget(self, ref: AdapterRef) -> None:
-        """No request with it is left, so none waits for it."""
+        """No request with it is left, or it could start now and waits for something else: none waits for it."""
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

@@ -43,7 +43,10 @@ class AdapterAdmission(EngineListener):
             outcome = self._adapters.outcome(ref, request.request_id in self._begun)
             if not outcome.ready:
                 return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome.failure)
-        return self._inner.admits(request, prefix, running, pool)
+        answer = self._inner.admits(request, prefix, running, pool)
+        if ref is not None and answer not in (True, False):
+            self._adapters.forget(ref)  # others may run in its place until the rest is there, too
+        return answer
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         ref = _adapter_of(request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
+from inflight.engine.policies.adapter_admission import AdapterAdmission
+from inflight.engine.policies.base import NotYet
 from inflight.engine.sampling_params import SamplingParams
 
 
@@ -85,6 +88,14 @@ def test_a_request_that_has_begun_holds_its_adapter_once_until_it_ends(table: Ta
     assert ended == {(1, 0), (1, 1)} and table.forgotten == []
     core.abort(2)
     assert table.forgotten == ["a"]
+
+
+@pytest.mark.parametrize("answer", [True, False, NotYet("its grammar", 20.0)])
+def test_who_waits_for_something_else_waits_for_no_adapter(table: Table, answer: bool | NotYet) -> None:
+    inner = SimpleNamespace(admits=lambda *args: answer)
+    request = SimpleNamespace(request_id=1, attached=Attached(adapter=AdapterRef("a", "id of a", "/nowhere", 4)))
+    assert AdapterAdmission(inner, table).admits(request, [], [], None) is answer  # type: ignore[arg-type]
+    assert table.forgotten == ([] if isinstance(answer, bool) else ["a"])
 
 
 def test_a_preempted_request_keeps_its_adapter(table: Table) -> None:
