@@ -203,10 +203,14 @@ class Tier:
                 self._kept.popitem(last=False)
 
     def _find(self, keys: list[bytes], behind: Callable[[int], Sequence[bytes]]) -> tuple[int, int | None]:
-        start = self._begin()
-        found = self._position(self._store.find, keys)
-        others = () if found is None else behind(found)
-        other = self._position(self._store.first_of, others)
+        start, found, other = self._begin(), None, None
+        others: Sequence[bytes] = ()
+        try:
+            found = _position(self._store.find, keys)
+            others = behind(found)
+            other = _position(self._store.first_of, others)
+        except Exception as error:
+            self._failed(error, self._reads)
         self._find_seconds += _SMOOTHING * (self._end(start) - self._find_seconds)
         if found is None:
             return 0, None
@@ -217,14 +221,6 @@ class Tier:
         for key in filter(self._kept.get, lacks):
             self._remember(key, False)
         return found, other if len(has) > found else None
-
-    def _position(self, ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int | None:
-        """The store's answer, an index of `keys` or their number; None if it fails."""
-        try:
-            return min(len(keys), max(0, operator.index(ask(keys)))) if keys else 0
-        except Exception as error:
-            self._failed(error, self._reads)
-            return None
 
     def _load(self, key: bytes, frames: Frames) -> bool:
         start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
@@ -292,6 +288,11 @@ class Tier:
 class _Breaker:
     errors_in_row: int = 0
     off_until: float = float("-inf")
+
+
+def _position(ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int:
+    """The store's answer, an index of `keys` or their number."""
+    return min(len(keys), max(0, operator.index(ask(keys)))) if keys else 0
 
 
 def _why(error: Exception) -> Why:
