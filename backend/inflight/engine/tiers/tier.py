@@ -159,15 +159,15 @@ class Tier:
         """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
         return self._loads.submit(self._load, key, frames)
 
-    def wants(self, key: bytes) -> bool:
-        """Whether to store an extent that was just computed; counts how often it was."""
+    def wants(self, key: bytes, is_computed: bool = True) -> bool:
+        """Whether to store an extent of a request, which has just computed it or found it; counts how often it was."""
         if self._clock() < max(self._reads.off_until, self._writing.off_until):
             return False
         kept = self._kept.get(key)
-        if kept is None and self._writes_second:
+        if kept is None and self._writes_second and is_computed:
             self._remember(key, False)
             return False
-        return not kept
+        return not kept and (is_computed or not self._writes_second)
 
     def store(self, key: bytes, copied: Callable[[], Frames | None]) -> None:
         """Keep an extent.
