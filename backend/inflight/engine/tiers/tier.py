@@ -33,6 +33,7 @@ _PATIENCE = 4.0  # a read that is late by a second is expected to be late by so 
 _AT_ONCE_SECONDS = 1e-3
 _UNMEASURED_CPU_SECONDS = 5e-4  # to read and verify an extent from the page cache
 _SMOOTHING = 0.25
+_FORGETS = 0.98  # of how slow answers were, with each question that is not asked
 _REMEMBERED = 2**17  # keys; about 20 MB
 
 Why = Literal["corrupt", "torn", "full", "timeout", "io"]
@@ -121,10 +122,16 @@ class Tier:
         each = self._extent_seconds
         return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
-    def seconds_to_ask(self) -> float:
-        """Until it comes to a question that is asked now: it answers one after the other."""
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a question that is asked now is expected to be answered so soon, after those that wait.
+
+        Some dozens of refusals later it is asked again, and measured.
+        """
         self._asked = [answer for answer in self._asked if not answer.done()]
-        return len(self._asked) * self._find_seconds
+        if (len(self._asked) + 1) * self._find_seconds <= seconds:
+            return True
+        self._find_seconds *= _FORGETS
+        return False
 
     def stats(self) -> TierStats:
         """For metrics."""

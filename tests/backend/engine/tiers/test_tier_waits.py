@@ -252,9 +252,24 @@ def test_a_tier_with_more_questions_than_it_answers_in_time_is_not_asked():
     for request_id in range(8):
         add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
     rig.step()
-    assert len(rig.hand.tasks) == 3 and len(rig.core.scheduler.held) == 3
+    assert len(rig.hand.tasks) == 2 and len(rig.core.scheduler.held) == 2
     rig.run()
     assert len(rig.reasons) == 8
+
+
+def test_a_tier_whose_answers_take_longer_than_computing_is_seldom_asked():
+    """Each request would wait as long as computing takes, for no answer."""
+    store = stored()
+    rig = rig_of(store)
+    rig.tiers.tiers[0]._find_seconds = 0.03  # of the 20 ms that computing takes, 16 are worth waiting
+    asked = []
+    for request_id in range(60):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], {"cache_salt": str(request_id)}, max_tokens=1)
+        rig.step()
+        asked.append(len(rig.core.scheduler.held))
+        rig.now += 0.1
+        rig.run()
+    assert sum(asked[:32]) == 0 and asked[32] == 1  # 0.98 ** 32 of 30 ms
 
 
 def test_where_nothing_runs_loads_take_all_there_is():
