@@ -71,7 +71,7 @@ def parse_kv_tier(text: str) -> TierSpec:
 
 
 class Engine(Protocol):
-    """Whose clock it is."""
+    """Has the clock."""
 
     now: float
 
@@ -173,7 +173,7 @@ class _Access:
 
 
 class VirtualWorkers:
-    """Implements `Workers`: so many tasks at a time, each of which takes virtual time.
+    """Implements `Workers`: so many tasks at a time, which take virtual time.
 
     Args:
         is_waited_for: the engine's thread waits for a result that comes in a moment.
@@ -241,7 +241,7 @@ class SimulatedTiers:
     """The tiers of a simulated engine.
 
     Args:
-        engine: whose clock it is; it moves on while the engine waits for an answer.
+        engine: has the clock, which moves on while the engine waits for an answer.
         stores: the fastest first.
 
     Attributes:

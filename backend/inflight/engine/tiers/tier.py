@@ -123,7 +123,7 @@ class Tier:
         return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
     def answers_within(self, seconds: float) -> bool:
-        """Whether a question that is asked now is expected to be answered so soon, after those that wait.
+        """Whether a question that is asked now is expected to be answered so soon, after earlier ones.
 
         Some dozens of refusals later it is asked again, and measured.
         """
