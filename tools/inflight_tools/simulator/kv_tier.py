@@ -269,7 +269,7 @@ class SimulatedTiers:
         self.tiers = Tiers(tiers, blocks, seal, self._clock)
 
     def succeed(self, former: SimulatedTiers) -> None:
-        """What was on the disk of a former engine is on the disk of this one."""
+        """Take over the disk of a former engine."""
         for store, old in zip(self.stores, former.stores):
             if store.spec.type == "disk":
                 store.extents, store.num_bytes = old.extents, old.num_bytes
