@@ -16,6 +16,7 @@ import msgspec
 import typer
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.model_json import read_model_json
 from inflight_tools.repository import parse_setting, resolve_model
 from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
 from inflight_tools.simulator.kv_tier import parse_kv_tier
@@ -246,7 +247,7 @@ def _engine_options(
     """Keys of `model.json` from the command line: those of a file, overridden by the model and `--set`."""
     values: dict[str, Any] = {}
     if config is not None:
-        loaded = EngineConfig.from_file(config)
+        loaded = read_model_json(config)
         given = json.loads(config.read_text(encoding="utf-8"))
         values = {key: getattr(loaded, key) if key in ("model", "tokenizer") else given[key] for key in given}
     if model is not None:
