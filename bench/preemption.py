@@ -6,8 +6,8 @@
 In-process.  Every prompt has so many tokens and every output 150; the pool has room for the prompts of `--fit` requests
 and one block more for each.  Admission looks at free blocks only, so that the burst does preempt (the default would
 predict it and preempt almost nothing).  The prefix cache is on, as it is by default: a victim's blocks stay in it until
-others need them.  Swap is `preemption_mode: "auto"`, which has to find out that swapping is cheaper; it copies the blocks
-of a victim as they are, the last one included.  A host tier gets whole extents of 16 blocks or 1 MiB, and what is
+others need them.  Swap is `preemption_mode: "auto"`, which has to find out that swapping is cheaper; it copies the
+blocks of a victim as they are, the last one included.  A host tier gets whole extents of a mebibyte, and what is
 behind them is computed again.
 """
 

@@ -1,0 +1,125 @@
+#!/usr/bin/env python3
+"""A preempted request resumes beside others: computed again, swapped to host memory and back, or from a host tier.
+
+    python bench/resume.py [--contexts 250 1000 4000 8000] [--beside 4] [--repeats 5] [--rounds 3] [--output FILE]
+
+In-process.  A request with so many tokens and `--beside` short ones decode; then it is preempted, and the prefix cache
+forgets its blocks, as it does where others need them.  From there until its next token: seconds, CPU seconds, and the
+longest gap of the others.  Swap is `preemption_mode: "swap"`.  What steps of the others cost meanwhile is included, so
+`--beside 0` shows the cost of returning alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import time
+from typing import Any
+
+import common
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "recompute": {},
+    "swap": {"swap_space": "2GiB", "preemption_mode": "swap"},
+    "tier": {"kv_tiers": [{"type": "host", "size": "2GiB"}]},
+}
+FIGURES = "seconds", "cpu_seconds", "gap"
+
+
+def run(side: str, arguments: dict[str, Any]) -> common.Run:
+    longest = max(arguments["contexts"]) + 4000
+    usual = {**common.engine_options(arguments), "enable_prefix_caching": True, "max_model_len": longest}
+    core = common.engine({**usual, **OPTIONS[side]})
+    found: common.Run = {}
+    for context in arguments["contexts"]:
+        repeats = [once(core, number, context, arguments["beside"]) for number in range(arguments["repeats"] + 1)]
+        for name in FIGURES:  # the first one measures what the engine does not know yet
+            found[f"{context} {name}"] = statistics.median(one[name] for one in repeats[1:])
+    return found
+
+
+def once(core: Any, number: int, context: int, beside: int) -> dict[str, float]:
+    draw = random.Random(context * 100 + number)
+    for other in range(1, 1 + beside):
+        common.add(core, other, [draw.randrange(3, 30_000) for _ in range(20)], max_tokens=2000)
+    common.add(core, 0, [draw.randrange(3, 30_000) for _ in range(context)], max_tokens=2000)
+    came = arrivals(core, 24)
+    request = next(one for one in core.scheduler.running if one.request_id == 0)
+    preempt(core, request)
+    start, cpu = time.perf_counter(), time.process_time()
+    last, gap = dict.fromkeys(came, start), 0.0
+    while True:
+        here = step(core)
+        now = time.perf_counter()
+        for request_id in here - {0}:
+            gap, last[request_id] = max(gap, now - last[request_id]), now
+        if 0 in here:
+            break
+    result = {"seconds": now - start, "cpu_seconds": time.process_time() - cpu, "gap": gap}
+    for request_id in range(1 + beside):
+        core.abort(request_id)
+    common.drain(core)
+    return result
+
+
+def preempt(core: Any, request: Any) -> None:
+    """As the scheduler does in need of blocks, which others then take."""
+    from inflight.engine.step import SchedulerOutput
+
+    core.scheduler._preempt(request, SchedulerOutput())
+    pool = core.pool
+    while pool._cached:
+        pool._evict()
+    time.sleep(0.05)  # the tier's writer is through
+
+
+def arrivals(core: Any, count: int) -> set[int]:
+    """Step until request 0 has so many tokens; the requests that run."""
+    seen, tokens = set(), 0
+    while tokens < count:
+        here = step(core)
+        seen |= here
+        tokens += 0 in here
+    return seen
+
+
+def step(core: Any) -> set[int]:
+    """The requests that got tokens."""
+    from inflight.engine.held_requests import HELD_POLL_SECONDS
+
+    message = core.step()
+    assert not message.failed, message.failed
+    if not message.stats.batch_size:
+        time.sleep(HELD_POLL_SECONDS)
+    return {delta.request_id for delta in message.deltas} | set(message.tokens.request_ids)
+
+
+def main() -> None:
+    if common.ran_side(run):
+        return
+    args = common.options(
+        __doc__, dtype=common.choice(["bfloat16", "float32"], "bfloat16"), contexts=[250, 1000, 4000, 8000], beside=4,
+        repeats=5, rounds=3, threads=os.cpu_count(),
+    )  # fmt: skip
+    common.checkpoint(dtype=args.dtype)
+    arguments = {name: value for name, value in vars(args).items() if name != "output"}
+
+    def line(found: common.Run) -> str:
+        return "  ".join(f"{name} {1000 * value:.1f} ms" for name, value in found.items() if "seconds" in name)
+
+    runs = common.alternate(
+        OPTIONS, args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), line
+    )
+    names = [f"{context} {name}" for context in args.contexts for name in FIGURES]
+    ratios = {
+        side: {name: common.median_ratio(runs[side], runs["swap"], name) for name in names}
+        for side in ("recompute", "tier")
+    }
+    medians = common.medians(runs, *names)
+    print(f"medians: {medians}\nto swap: {ratios}")
+    common.record(args, runs, medians=medians, to_swap=ratios)
+
+
+if __name__ == "__main__":
+    main()
