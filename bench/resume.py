@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """A preempted request resumes beside others: computed again, swapped to host memory and back, or from a host tier.
 
-    python bench/resume.py [--contexts 250 1000 4000 8000] [--beside 4] [--repeats 5] [--rounds 3] [--output FILE]
+    python bench/resume.py [--contexts 250 1000 4000] [--beside 4] [--repeats 5] [--rounds 3] [--output FILE]
 
 In-process.  A request with so many tokens and `--beside` short ones decode; then it is preempted, and the prefix cache
 forgets its blocks, as it does where others need them.  From there until its next token: seconds, CPU seconds, and the
-longest gap of the others.  Swap is `preemption_mode: "swap"`.  What steps of the others cost meanwhile is included, so
-`--beside 0` shows the cost of returning alone.
+longest gap of the others.  Swap is `preemption_mode: "swap"`.  CPU seconds include the steps of the others meanwhile;
+`--beside 0` leaves them out.
 """
 
 from __future__ import annotations
@@ -28,39 +28,37 @@ FIGURES = "seconds", "cpu_seconds", "gap"
 
 
 def run(side: str, arguments: dict[str, Any]) -> common.Run:
-    longest = max(arguments["contexts"]) + 4000
-    usual = {**common.engine_options(arguments), "enable_prefix_caching": True, "max_model_len": longest}
-    core = common.engine({**usual, **OPTIONS[side]})
+    core = common.engine({**common.engine_options(arguments), "enable_prefix_caching": True, **OPTIONS[side]})
     found: common.Run = {}
     for context in arguments["contexts"]:
-        repeats = [once(core, number, context, arguments["beside"]) for number in range(arguments["repeats"] + 1)]
-        for name in FIGURES:  # the first one measures what the engine does not know yet
+        draw, beside = random.Random(context), arguments["beside"]
+        for other in range(1, 1 + beside):
+            common.add(core, other, [draw.randrange(3, 30_000) for _ in range(20)], max_tokens=4000)
+        common.add(core, 0, [draw.randrange(3, 30_000) for _ in range(context)], max_tokens=150)
+        repeats = [once(core) for _ in range(arguments["repeats"] + 1)]
+        for request_id in range(1 + beside):
+            core.abort(request_id)
+        common.drain(core)
+        for name in FIGURES:  # in the first one the engine learns what it costs
             found[f"{context} {name}"] = statistics.median(one[name] for one in repeats[1:])
     return found
 
 
-def once(core: Any, number: int, context: int, beside: int) -> dict[str, float]:
-    draw = random.Random(context * 100 + number)
-    for other in range(1, 1 + beside):
-        common.add(core, other, [draw.randrange(3, 30_000) for _ in range(20)], max_tokens=2000)
-    common.add(core, 0, [draw.randrange(3, 30_000) for _ in range(context)], max_tokens=2000)
-    came = arrivals(core, 24)
-    request = next(one for one in core.scheduler.running if one.request_id == 0)
-    preempt(core, request)
+def once(core: Any) -> dict[str, float]:
+    """Preempt request 0 when it has 24 tokens more, and step until it has the next one."""
+    tokens = 0
+    while tokens < 24:
+        tokens += 0 in step(core)
+    preempt(core, next(one for one in core.scheduler.running if one.request_id == 0))
     start, cpu = time.perf_counter(), time.process_time()
-    last, gap = dict.fromkeys(came, start), 0.0
+    last, gap = start, 0.0
     while True:
         here = step(core)
         now = time.perf_counter()
-        for request_id in here - {0}:
-            gap, last[request_id] = max(gap, now - last[request_id]), now
+        if here - {0}:  # the others get theirs together
+            gap, last = max(gap, now - last), now
         if 0 in here:
-            break
-    result = {"seconds": now - start, "cpu_seconds": time.process_time() - cpu, "gap": gap}
-    for request_id in range(1 + beside):
-        core.abort(request_id)
-    common.drain(core)
-    return result
+            return {"seconds": now - start, "cpu_seconds": time.process_time() - cpu, "gap": gap}
 
 
 def preempt(core: Any, request: Any) -> None:
@@ -72,16 +70,6 @@ def preempt(core: Any, request: Any) -> None:
     while pool._cached:
         pool._evict()
     time.sleep(0.05)  # the tier's writer is through
-
-
-def arrivals(core: Any, count: int) -> set[int]:
-    """Step until request 0 has so many tokens; the requests that run."""
-    seen, tokens = set(), 0
-    while tokens < count:
-        here = step(core)
-        seen |= here
-        tokens += 0 in here
-    return seen
 
 
 def step(core: Any) -> set[int]:
@@ -99,7 +87,7 @@ def main() -> None:
     if common.ran_side(run):
         return
     args = common.options(
-        __doc__, dtype=common.choice(["bfloat16", "float32"], "bfloat16"), contexts=[250, 1000, 4000, 8000], beside=4,
+        __doc__, dtype=common.choice(["bfloat16", "float32"], "bfloat16"), contexts=[250, 1000, 4000], beside=4,
         repeats=5, rounds=3, threads=os.cpu_count(),
     )  # fmt: skip
     common.checkpoint(dtype=args.dtype)
