@@ -132,7 +132,7 @@ class Loads(EngineListener):
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
         owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
-        paced = owed * self._took / self._earned if self._earned and owed > 0 else 0.0
+        paced = max(0.0, owed) * (self._took / self._earned if self._earned else 1 / _SHARE)
         begin_later = self._left <= 0 or (self._left < math.inf and self._preempted)
         if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
             return False
