@@ -5,8 +5,8 @@
 
 In-process.  A request with so many tokens and `--beside` short ones decode; then it is preempted, and the prefix cache
 forgets its blocks, as it does where others need them.  From there until its next token: seconds, CPU seconds, and the
-longest gap of the others.  Swap is `preemption_mode: "swap"`.  CPU seconds include the steps of the others meanwhile;
-`--beside 0` leaves them out.
+longest gap of the others.  Swap is `preemption_mode: "swap"`.  CPU seconds include the steps of the others meanwhile.
+There must be others: loads begin once a step has been made after a preemption.
 """
 
 from __future__ import annotations
