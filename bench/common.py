@@ -248,14 +248,14 @@ def compare(
 
     Args:
         script: the file of the benchmark, which also calls this in its fresh processes, with `--side`.
-        sides: name -> a run with the arguments {dtype, requests, threads}; the baseline first.
+        sides: name -> a run with the arguments {dtype, requests, threads} and those of `defaults`; the baseline first.
         also: the runs -> further parts of the record, which are printed.
         defaults: as for `options`.
     """
     if ran_side(lambda side, arguments: sides[side](arguments)):
         return
     args = options(doc, **engine_sides(**defaults))
-    arguments = {"dtype": args.dtype, "requests": args.requests, "threads": args.threads}
+    arguments = {name: value for name, value in vars(args).items() if name != "output"}
     checkpoint(dtype=args.dtype)
     workload(1)
     runs = alternate(sides, args.rounds, lambda side, _: in_fresh_process(script, side, arguments))

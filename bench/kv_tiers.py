@@ -13,7 +13,8 @@ folder.  The sides of a part alternate.
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
                 first token of the last; and of one alone
     others      the gaps between tokens of 8 streams: alone; until a request with a stored prompt has its first token,
-                whose prompt is loaded, or in the pool already, or computed; and only while it is loaded
+                whose prompt is loaded, or in the pool already (cached), or computed; only while it is loaded; and how
+                long the steps are in which the request arrives, has loads in flight, waits, or computes
 """
 
 from __future__ import annotations
@@ -187,11 +188,17 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     while min(len(arrivals) for arrivals in came.values()) < GAPS_BEFORE or len(came) < STREAMS:
         for request_id, arrivals in run_a_step(core).items():
             came.setdefault(request_id, []).extend(arrivals)
-    begun = time.perf_counter()
+    returned = question(arguments)
+    begun, steps = time.perf_counter(), list[tuple[str, float, float]]()
     if side != "alone":
-        common.add(core, 100, question(arguments), max_tokens=OUTPUT)
-    for request_id, arrivals in run(core).items():
-        came.setdefault(request_id, []).extend(arrivals)
+        common.add(core, 100, returned, max_tokens=OUTPUT)
+    while core.has_work:
+        start, loads = time.perf_counter(), core.info.tiers is not None and len(core.info.tiers.loads)
+        here = run_a_step(core)
+        for request_id, arrivals in here.items():
+            came.setdefault(request_id, []).extend(arrivals)
+        kind = "arrives" if not steps else "computes" if 100 in here else "loads" if loads else "waits"
+        steps.append((kind, start, time.perf_counter()))
     first = came[100][0][0] if side != "alone" else begun + 1.0
     gaps = [
         (earlier, later)
@@ -206,6 +213,18 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
         "gaps": len(gaps),
         "seconds": first - begun,
         "hits": hits(core),
+        "steps": kinds([step for step in steps if step[1] <= first]),
+    }
+
+
+def kinds(steps: list[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
+    """Of the steps in which the request arrives, has loads in flight, waits, or computes: how many, and how long."""
+    seconds: dict[str, list[float]] = {}
+    for kind, start, end in steps:
+        seconds.setdefault(kind, []).append(end - start)
+    return {
+        kind: {"steps": len(all_), "p50": statistics.median(all_), "longest": max(all_)}
+        for kind, all_ in seconds.items()
     }
 
 
@@ -264,11 +283,12 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
             "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
         }
     ratios = {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
+    ratios["loaded / cached"] = {p: common.median_ratio(runs["loaded"], runs["cached"], p) for p in ("p50", "p99")}
     ratios["while it is loaded"] = {
         p: statistics.median(loaded[f"waiting_{p}"] / alone[p] for loaded, alone in zip(runs["loaded"], runs["alone"]))
         for p in ("p50", "p99")
     }
-    return ratios
+    return {"medians": common.medians(runs, "p50", "p99"), **ratios}
 
 
 def figures(run: common.Run) -> str:

@@ -21,13 +21,13 @@ SIDE = "both"
 def run(arguments: dict[str, Any]) -> dict[str, Any]:
     import msgspec
 
-    from inflight.config import EngineConfig
+    from inflight.model_json import read_model_json
     from inflight_tools.simulator.calibrate import calibrate, load_engine
     from inflight_tools.simulator.check import compare
     from inflight_tools.workload.load import Load
 
     entry = common.DEMO.parent / "model.json"
-    config = msgspec.structs.replace(EngineConfig.from_file(entry), cpu_threads=arguments["threads"])
+    config = msgspec.structs.replace(read_model_json(entry), cpu_threads=arguments["threads"])
     core = load_engine(config)
     profile = calibrate(core, "demo", arguments["seconds"])
     load = Load("lognormal", requests=arguments["requests"], context=core.info.max_model_len)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -21,7 +20,7 @@ from inflight.kv_tiers_config import KVTier
 from inflight.lora_options import LoraOptions
 from inflight.pooler_config import HfOverrides, PoolerConfig
 from inflight.speculative import SpeculativeConfig
-from inflight.vllm_options import BACKEND, STREAM_INTERVAL, translated
+from inflight.vllm_options import translated
 
 __all__ = ["STORED", "ConfigError", "EngineConfig", "PriorityClass", "TenantOptions", "parse_bytes"]
 
@@ -77,11 +76,6 @@ def _check_encodable(key: str, value: Any, source: str) -> None:
         ) from None
 
 
-def _without_passwords(text: str) -> str:
-    """A message goes to the log; a URL in it can have a user and a password."""
-    return re.sub(r"(?<=://)[^\s/'\"]*@|(?<=password=)[^\s&'\"]*", "***", text)
-
-
 def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     """The allowed values: those of a `Literal`, or the keys of a nested object."""
     kinds = (hint, *get_args(hint))
@@ -96,10 +90,6 @@ def _choices(hint: Any, error: str) -> tuple[Any, ...]:
     literals = [kind for kind in kinds if get_origin(kind) is Literal]
     others = (True, False) if bool in kinds else ()
     return (*get_args(literals[0]), *others) if literals else ()
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
 
 
 class TenantOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -457,36 +447,3 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             choices = _choices(get_type_hints(cls)[at[1]], str(error)) if at else ()
             allowed = f"; must be one of {', '.join(map(repr, choices))}" if choices else ""
             raise ConfigError(f"{source}: {got}{str(error).split(' - at ')[0]}{allowed}") from None
-
-    @classmethod
-    def from_file(cls, path: str | Path, backend: str = "") -> EngineConfig:
-        """Read a `model.json`, of an entry that names `backend` in `config.pbtxt`.
-
-        A relative `model`, `tokenizer`, `generation_config` or draft model that is a directory or a GGUF file next to
-        the file means that one, so a repository entry can contain its checkpoint.
-
-        Raises:
-            ConfigError: no such file, not JSON, or rejected by `from_dict`.
-        """
-        path = Path(path)
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise ConfigError(f'{path}: no such file; create it with {{"model": "<checkpoint or hub id>"}}') from None
-        except OSError as error:
-            raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or a number of thousands of digits
-            raise ConfigError(f"{path}: not valid JSON: {error}") from None
-        if backend == BACKEND and isinstance(values, dict):
-            values = {**STREAM_INTERVAL, **values}
-        config = cls.from_dict(values, source=str(path))
-        beside: dict[str, Any] = {
-            key: str((path.parent / value).resolve())
-            for key in ("model", "tokenizer", "generation_config")
-            if (value := getattr(config, key)) and _is_checkpoint(path.parent / value)
-        }
-        speculative = config.speculative_config
-        if speculative is not None and speculative.model and _is_checkpoint(path.parent / speculative.model):
-            draft = str((path.parent / speculative.model).resolve())
-            beside["speculative_config"] = msgspec.structs.replace(speculative, model=draft)
-        return msgspec.structs.replace(config, **beside)

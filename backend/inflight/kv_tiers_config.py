@@ -25,7 +25,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         url: of "redis": redis://, rediss:// or unix://.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
-            only extents computed for the second time, for a medium that wears out.
+            only extents computed for the second time, not found, for a medium that wears out.
     """
 
     type: _Kind

@@ -61,6 +61,7 @@ from inflight.frontend.request.pooled_request import PooledRequestReader
 from inflight.frontend.request.tokenize_pool import TokenizePool
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight.frontend.text.tokenizer_info import tokenizer_info
+from inflight.model_json import read_model_json
 
 _DRAIN = "drain"  # a message between instances
 
@@ -82,7 +83,7 @@ class TritonPythonModel:
         model_dir = Path(pb_utils.get_model_dir()).resolve()
         model_config = json.loads(args["model_config"])
         bridge.name_log(model_config["backend"])
-        config = EngineConfig.from_file(model_dir / "model.json", model_config["backend"])
+        config = read_model_json(model_dir / "model.json", model_config["backend"])
         check_model_json_trust(config, model_dir, args["model_name"])
         config, env = placement(
             config,

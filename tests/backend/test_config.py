@@ -12,6 +12,7 @@ import pytest
 from inflight import vllm_options
 from inflight.config import ConfigError, EngineConfig, parse_bytes
 from inflight.kv_tiers_config import KVTier
+from inflight.model_json import read_model_json
 
 
 def test_defaults_are_vllms() -> None:
@@ -92,20 +93,20 @@ def test_swap_space_is_in_gib_or_a_size() -> None:
 def test_files(tmp_path) -> None:
     path = tmp_path / "model.json"
     with pytest.raises(ConfigError, match="no such file"):
-        EngineConfig.from_file(path)
+        read_model_json(path)
     path.write_text("{")
     with pytest.raises(ConfigError, match="not valid JSON"):
-        EngineConfig.from_file(path)
+        read_model_json(path)
     path.write_text('{"model": "x", "seed": ' + "9" * 5000 + "}")
     with pytest.raises(ConfigError, match=r"not valid JSON|seed="):
-        EngineConfig.from_file(path)
+        read_model_json(path)
     (tmp_path / "checkpoint").mkdir()
     with pytest.raises(ConfigError, match="checkpoint: cannot be read: Is a directory"):
-        EngineConfig.from_file(tmp_path / "checkpoint")
+        read_model_json(tmp_path / "checkpoint")
     path.write_text(json.dumps({"model": "checkpoint"}))
-    assert EngineConfig.from_file(path).model == str(tmp_path / "checkpoint"), "the folder beside the file"
+    assert read_model_json(path).model == str(tmp_path / "checkpoint"), "the folder beside the file"
     path.write_text(json.dumps({"model": "org/name"}))
-    assert EngineConfig.from_file(path).model == "org/name"
+    assert read_model_json(path).model == "org/name"
 
 
 def test_sizes() -> None:
@@ -156,10 +157,10 @@ def test_an_entry_of_vllm_backend_sends_every_token(
 ) -> None:
     path = tmp_path / "model.json"
     path.write_text(json.dumps({"model": "x", **values}))
-    assert EngineConfig.from_file(path, backend).stream_interval == interval
+    assert read_model_json(path, backend).stream_interval == interval
     path.write_text("[]")
     with pytest.raises(ConfigError):
-        EngineConfig.from_file(path, backend)
+        read_model_json(path, backend)
 
 
 def test_keys_of_vllm_that_would_change_something_are_refused_by_name() -> None:

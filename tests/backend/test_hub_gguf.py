@@ -27,6 +27,7 @@ from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
 from inflight.loading.saved.cache_folder import CacheFolder
 from inflight.loading.saved.identity import checkpoint_key
+from inflight.model_json import read_model_json
 from inflight_tools.ports import pick_ports
 from inflight_tools.repository import default_name, resolve_model, write_entry
 
@@ -295,4 +296,4 @@ def test_the_command_line_takes_them_as_they_are(tmp_path: Path) -> None:
         assert resolve_model(name) == name
         assert default_name(name) == expected
         entry = write_entry(tmp_path / "models", expected, EngineConfig(model=name))
-        assert EngineConfig.from_file(entry / "1" / "model.json").model == name
+        assert read_model_json(entry / "1" / "model.json").model == name

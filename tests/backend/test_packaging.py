@@ -20,8 +20,8 @@ if sys.version_info >= (3, 11):
 else:  # pytest brings it
     import tomli as tomllib
 
-from inflight.config import EngineConfig
 from inflight.kernels.cpu import build, library
+from inflight.model_json import read_model_json
 from inflight_tools.repository import CONFIG_PBTXT
 from inflight_tools.simulator.profile import shipped_profiles
 
@@ -94,7 +94,7 @@ class TestWheel:
         assert "Serve the demo model" in self.run(tmp_path, str(fresh / "bin" / "inflight"), "demo", "--help")
         code = "from inflight_tools.cli import _demo_repository; print(_demo_repository())"
         demo = Path(self.run(tmp_path, str(fresh / "bin" / "python"), "-c", code).strip()) / "demo"
-        config = EngineConfig.from_file(demo / "1" / "model.json")
+        config = read_model_json(demo / "1" / "model.json")
         assert demo.is_relative_to(fresh) and (Path(config.model) / "model.safetensors").is_file()
 
     @staticmethod
@@ -127,7 +127,7 @@ def test_a_wheel_names_the_repository_whose_workflow_built_it(monkeypatch: pytes
 @pytest.mark.parametrize("name", ["demo", "template"])
 def test_example_entries_load_and_match_what_the_command_line_writes(name: str) -> None:
     entry = ROOT / "model_repository" / name
-    EngineConfig.from_file(entry / "1" / "model.json")
+    read_model_json(entry / "1" / "model.json")
     assert _statements((entry / "config.pbtxt").read_text()) == _statements(CONFIG_PBTXT)
 
 

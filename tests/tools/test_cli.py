@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 import inflight
 from inflight.config import ConfigError, EngineConfig
+from inflight.model_json import read_model_json
 from inflight_tools import cli, foreground, launcher
 from inflight_tools.installation import find_wheel
 from inflight_tools.processes import session_members
@@ -152,7 +153,7 @@ def test_init_writes_an_entry_that_reads_back(tmp_path: Path, checkpoint: Path) 
     arguments = ["init", str(tmp_path / "repository"), "--model", str(checkpoint), "--name", "mine"]
     result = CliRunner().invoke(cli.app, [*arguments, "--set", "max_model_len=64"])
     assert result.exit_code == 0, result.output
-    config = EngineConfig.from_file(tmp_path / "repository" / "mine" / "1" / "model.json")
+    config = read_model_json(tmp_path / "repository" / "mine" / "1" / "model.json")
     assert config == EngineConfig(model=str(checkpoint), max_model_len=64)
     again = CliRunner().invoke(cli.app, arguments)
     assert again.exit_code == 2
@@ -173,7 +174,7 @@ def test_init_writes_paths_that_survive_moving_the_repository(tmp_path: Path, mo
     monkeypatch.chdir("/")
     elsewhere.parent.mkdir()
     repository.rename(elsewhere)
-    config = EngineConfig.from_file(elsewhere / "mine" / "1" / "model.json")
+    config = read_model_json(elsewhere / "mine" / "1" / "model.json")
     assert (config.model, config.tokenizer) == (str(elsewhere / "weights" / "tiny"), str(elsewhere / "words"))
 
 
@@ -206,7 +207,7 @@ def test_a_gguf_file_is_named_by_its_path_or_beside_the_entry(tmp_path: Path) ->
     assert resolve_model(str(file)) == str(file)
     inside = write_entry(tmp_path / "models", "tiny", EngineConfig(model=str(file)))
     assert json.loads((inside / "1" / "model.json").read_text()) == {"model": "../../tiny.gguf"}
-    assert EngineConfig.from_file(inside / "1" / "model.json").model == str(file)
+    assert read_model_json(inside / "1" / "model.json").model == str(file)
     outside = write_entry(tmp_path / "others", "tiny", EngineConfig(model=str(file)))
     assert json.loads((outside / "1" / "model.json").read_text()) == {"model": str(file)}
     with pytest.raises(ConfigError, match=rf"no config.json in that directory; .*, or the file itself: {file}"):
@@ -221,7 +222,7 @@ def test_a_file_without_the_ending_of_gguf_is_named_by_its_whole_path(tmp_path: 
     (tmp_path / "tiny.gguf").symlink_to(file)
     for name, given in (("direct", file), ("linked", tmp_path / "tiny.gguf")):
         entry = write_entry(tmp_path, name, EngineConfig(model=resolve_model(str(given))))
-        assert EngineConfig.from_file(entry / "1" / "model.json").model == str(file)
+        assert read_model_json(entry / "1" / "model.json").model == str(file)
 
 
 def test_an_entry_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight.config import EngineConfig
+from inflight.model_json import read_model_json
 
 DEMO = Path(__file__).parents[2] / "model_repository" / "demo"
 CHECKPOINT = DEMO / "1" / "checkpoint"
@@ -74,7 +74,7 @@ def test_the_checkpoint_stays_small() -> None:
 
 
 def test_model_json_is_an_engine_config_with_its_checkpoint_beside_it() -> None:
-    config = EngineConfig.from_file(DEMO / "1" / "model.json")
+    config = read_model_json(DEMO / "1" / "model.json")
     assert Path(config.model) == CHECKPOINT.resolve()
     assert config.step_tokens >= config.max_num_seqs
 

@@ -10,7 +10,8 @@ from simulated import PROFILE, engine, job
 from simulated import simulate as run
 from typer.testing import CliRunner
 
-from inflight.config import ConfigError, EngineConfig
+from inflight.config import ConfigError
+from inflight.model_json import read_model_json
 from inflight_tools.cli import app
 from inflight_tools.simulator.report import summarise
 from inflight_tools.simulator.sweep import Trial, highest_rate, parse_sweep
@@ -63,7 +64,7 @@ def test_a_sweep_writes_the_setting_with_the_highest_goodput(profile, tmp_path):
     written = json.loads(output.read_text())
     assert {key: written[key] for key in best} == best == {"max_num_seqs": 32, "max_num_batched_tokens": 512}
     assert written["seed"] == 7
-    assert EngineConfig.from_file(output).dtype == "float32"
+    assert read_model_json(output).dtype == "float32"
 
 
 def test_a_sweep_of_an_open_loop_finds_the_rate(profile, tmp_path):

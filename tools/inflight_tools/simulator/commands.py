@@ -16,8 +16,10 @@ import msgspec
 import typer
 
 from inflight.config import ConfigError, EngineConfig
+from inflight.model_json import read_model_json
 from inflight_tools.repository import parse_setting, resolve_model
 from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
+from inflight_tools.simulator.kv_tier import parse_kv_tier
 from inflight_tools.simulator.profile import Profile, find_profile
 from inflight_tools.simulator.report import summarise, table
 from inflight_tools.simulator.router import ROUTERS
@@ -106,6 +108,13 @@ def simulate(
         float | None,
         typer.Option(min=0, max=1, help="Chance of a draft to be accepted, with --set speculative_config=..."),
     ] = None,
+    kv_tier: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TYPE:SIZE:RATE:LATENCY",
+            help="Keep KV beyond the pool: disk:100GiB:1.6GB/s:0.2ms; host, disk or redis; repeatable, fastest first.",
+        ),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="SECONDS[:REPLICA]", help="The replica (0, if none is named) dies then; repeatable."),
@@ -153,7 +162,8 @@ def simulate(
             None if rollout is None else Rollout(rollout, max_unavailable, grace),
             startup,
         )
-        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval, accepted_drafts)
+        tiers = tuple(map(parse_kv_tier, kv_tier or []))
+        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval, accepted_drafts, tiers)
         scene.check()
         slo = SLO(slo_ttft, slo_tpot, attainment)
         if sweep:
@@ -237,7 +247,7 @@ def _engine_options(
     """Keys of `model.json` from the command line: those of a file, overridden by the model and `--set`."""
     values: dict[str, Any] = {}
     if config is not None:
-        loaded = EngineConfig.from_file(config)
+        loaded = read_model_json(config)
         given = json.loads(config.read_text(encoding="utf-8"))
         values = {key: getattr(loaded, key) if key in ("model", "tokenizer") else given[key] for key in given}
     if model is not None:

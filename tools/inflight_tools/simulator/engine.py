@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -13,6 +14,7 @@ from inflight.config import EngineConfig
 from inflight.engine.adapter import Adapters
 from inflight.engine.assembly import make_parts
 from inflight.engine.core import EngineCore
+from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
 from inflight.engine.request_choice import RequestChoice
@@ -20,6 +22,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
+from inflight_tools.simulator.kv_tier import SimulatedTiers, VirtualStore
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.workload.scenarios import Job
 
@@ -80,6 +83,7 @@ class SimulatedDevice:
         now: virtual seconds.
         busy: seconds in which a step ran.
         steps: steps collected.
+        kv_tiers: whose threads take the cores' time from steps; None: there are none.
     """
 
     draft_runner = None
@@ -90,6 +94,7 @@ class SimulatedDevice:
         self._accepted_drafts, self._random = accepted_drafts, random.Random(_SEED)
         self.now = self.busy = 0.0
         self.steps = 0
+        self.kv_tiers: SimulatedTiers | None = None
         self._device, self._host = device, host
         self._swap_seconds = info.swap_seconds_per_block / 2  # of one way
         self._device_free = self._host_free = 0.0
@@ -99,6 +104,8 @@ class SimulatedDevice:
         self._host_free = max(self.now, self._host_free) + self._host.seconds(load)
         started = max(self._host_free, self._device_free)
         seconds = self._device.seconds(load) + self._swap_seconds * (len(out.swap_out) + len(out.swap_in))
+        if self.kv_tiers is not None:
+            seconds += self.kv_tiers.cpu_seconds()
         self._device_free = started + seconds
         self.busy += seconds
         num_drafts = {row: len(drafts) for row, drafts in out.draft_token_ids.items()}
@@ -128,30 +135,56 @@ class SimulatedEngine(EngineCore):
 
     Args:
         accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
+        stores: where KV is kept beyond the pool, the fastest first.
+        bytes_per_block: of KV.
+
+    Attributes:
+        kv_tiers: None: there are none.
     """
 
     def __init__(
-        self, config: EngineConfig, info: SimulatedInfo, device: Cost, host: Cost, accepted_drafts: float | None = None
+        self,
+        config: EngineConfig,
+        info: SimulatedInfo,
+        device: Cost,
+        host: Cost,
+        accepted_drafts: float | None = None,
+        stores: Sequence[VirtualStore] = (),
+        bytes_per_block: int = 1,
     ) -> None:
         self.device = SimulatedDevice(info, device, host, accepted_drafts or 0.0)
+        self.kv_tiers = SimulatedTiers(self.device, stores, bytes_per_block) if stores else None
+        self.device.kv_tiers = self.kv_tiers
+        info.tiers = None if self.kv_tiers is None else self.kv_tiers.tiers
         if accepted_drafts is None:
             config = msgspec.structs.replace(config, speculative_config=None)
         parts = make_parts(config, self.device, lambda: self.device.now)
         super().__init__(config, self.device, parts, lambda: self.device.now)
 
     @classmethod
-    def of(cls, config: EngineConfig, profile: Profile, accepted_drafts: float | None = None) -> SimulatedEngine:
+    def of(
+        cls,
+        config: EngineConfig,
+        profile: Profile,
+        accepted_drafts: float | None = None,
+        stores: Sequence[VirtualStore] = (),
+    ) -> SimulatedEngine:
         """An engine with these options on the machine of `profile`."""
-        per_host_block = profile.bytes_per_block * config.block_size
-        per_host_block //= profile.options.get("block_size", config.block_size)
+        per_block = profile.bytes_per_block * config.block_size
+        per_block //= profile.options.get("block_size", config.block_size)
         info = SimulatedInfo(
             config.max_model_len or profile.max_model_len,
             profile.vocab_size,
             profile.blocks(config),
-            num_host_blocks=config.swap_bytes // per_host_block,
+            num_host_blocks=config.swap_bytes // per_block,
             swap_seconds_per_block=profile.swap_seconds_per_block,
         )
-        return cls(config, info, profile.device, profile.host, accepted_drafts)
+        return cls(config, info, profile.device, profile.host, accepted_drafts, stores, per_block)
+
+    def succeed(self, former: SimulatedEngine) -> None:
+        """Start in the place of an engine that has ended: it has the disk of that one."""
+        if self.kv_tiers is not None and former.kv_tiers is not None:
+            self.kv_tiers.succeed(former.kv_tiers)
 
     @property
     def now(self) -> float:
@@ -185,12 +218,21 @@ class SimulatedEngine(EngineCore):
         return sequences[0].num_computed_tokens if sequences else 0
 
     def step(self) -> StepMessage:
-        """One step; `now` is then the time of its tokens.
+        """One step; `now` is then the time of its tokens, or of the next look if all requests wait for their KV.
 
         Raises:
             RuntimeError: requests wait, and none can run: the simulation would never end.
         """
+        tiers = self.kv_tiers
+        if tiers is not None:
+            tiers.advance()
         message = super().step()
+        if tiers is not None and not self.has_work:
+            tiers.settle()
+            tiers.cpu_seconds()  # no step is made longer by it
         if not message.stats.batch_size and self.has_work:
-            raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
+            if tiers is None or not self.only_holds or tiers.next_end == math.inf:
+                raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
+            self.now = min(max(self.now, tiers.next_end), self.now + HELD_POLL_SECONDS)
+            tiers.cpu_seconds()
         return message

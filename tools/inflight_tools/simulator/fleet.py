@@ -163,9 +163,11 @@ class Fleet:
         return lost
 
     def start(self, replica: Replica, now: float) -> None:
-        """Another engine takes its place: nothing is cached there."""
+        """Another engine takes its place: its pool is empty."""
         assert self._successor is not None, "incidents need a maker of engines"
-        replica.engine, replica.use, replica.state = self._successor(), _Use(), State.READY
+        engine = self._successor()
+        engine.succeed(replica.engine)
+        replica.engine, replica.use, replica.state = engine, _Use(), State.READY
         replica.engine.now = now
         self.ready.append(replica.index)
         self.ready.sort()

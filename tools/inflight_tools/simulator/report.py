@@ -10,7 +10,7 @@ import numpy as np
 from inflight_tools.simulator.outcome import Outcome, Served
 from inflight_tools.workload.slo import SLO
 
-__all__ = ["IncidentReport", "Percentiles", "Report", "Seen", "summarise", "table"]
+__all__ = ["IncidentReport", "Percentiles", "Report", "Seen", "TierReport", "summarise", "table"]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -63,6 +63,24 @@ class IncidentReport(msgspec.Struct, frozen=True, kw_only=True):
     outside: Seen
 
 
+class TierReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A KV tier of all replicas together.
+
+    Attributes:
+        loaded, stored: extents that were read and written.
+        dropped: extents that were not written because too many others waited.
+        load_seconds: mean of an extent that was read.
+        num_bytes: that the running replicas' have in the end.
+    """
+
+    type: str
+    loaded: int
+    stored: int
+    dropped: int
+    load_seconds: float
+    num_bytes: int
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A simulation in numbers; rates are per virtual second, over all replicas together.
 
@@ -77,7 +95,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         preemptions: number of times a request lost its blocks.
         drafts, draft_tokens, accepted_tokens: rows that verified a draft, the drafts' tokens, and those accepted.
         kv_use_mean, kv_use_max: share of a replica's KV blocks in use, over the time of its steps.
-        prefix_hits: share of the prompt tokens found in the prefix cache.
+        prefix_hits: share of the prompt tokens found in the prefix cache, those included that came from a KV tier.
+        tier_hits: tokens that came from a KV tier, as a share of the prompt tokens.
+        kv_tiers: the fastest first.
         waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
             share of the KV blocks in use.
         incident: None if there was none.
@@ -108,6 +128,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    tier_hits: float = 0.0
+    kv_tiers: list[TierReport] = []
     incident: IncidentReport | None = None
 
 
@@ -123,6 +145,7 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
     means = [mean for mean, _ in outcome.kv_use]
     counts = [engine.scheduler.policies.draft_counts for engine in engines]
     accepted = sum(count.accepted for count in counts)
+    from_tiers = sum(engine.kv_tiers.tiers.num_hits for engine in engines if engine.kv_tiers is not None)
     return Report(
         requests=len(requests),
         refused=len(requests) - len(served),
@@ -149,8 +172,29 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         drafts=sum(count.drafts for count in counts),
         draft_tokens=sum(count.tokens for count in counts),
         accepted_tokens=accepted,
+        tier_hits=from_tiers / queried if queried else 0.0,
+        kv_tiers=_of_tiers(outcome),
         incident=_of_incidents(outcome, slo) if outcome.windows else None,
     )
+
+
+def _of_tiers(outcome: Outcome) -> list[TierReport]:
+    reports: list[TierReport] = []
+    engines = [*outcome.retired, *outcome.replicas]
+    for tiers in zip(*(engine.kv_tiers.tiers.tiers for engine in engines if engine.kv_tiers is not None)):
+        stores = [engine.kv_tiers.stores[len(reports)] for engine in outcome.replicas if engine.kv_tiers is not None]
+        loaded = sum(tier.num_loaded for tier in tiers)
+        reports.append(
+            TierReport(
+                type=tiers[0].name,
+                loaded=loaded,
+                stored=sum(tier.num_stored for tier in tiers),
+                dropped=sum(tier.num_dropped for tier in tiers),
+                load_seconds=sum(tier.load_seconds for tier in tiers) / loaded if loaded else 0.0,
+                num_bytes=sum({id(store): store.num_bytes for store in stores}.values()),
+            )
+        )
+    return reports
 
 
 def _of_incidents(outcome: Outcome, slo: SLO) -> IncidentReport:
@@ -216,6 +260,13 @@ def table(report: Report, slo: SLO) -> str:
             f"drafts        {report.drafts} of {report.draft_tokens / report.drafts:.1f} tokens; "
             f"{100 * report.accepted_tokens / report.draft_tokens:.1f}% of the tokens accepted"
         )
+    for tier in report.kv_tiers:
+        lines.append(
+            f"KV tier       {tier.type}: {tier.loaded} extents loaded, {1000 * tier.load_seconds:.2f} ms each; "
+            f"{tier.stored} kept, {tier.dropped} dropped; {tier.num_bytes / 2**30:.2f} GiB"
+        )
+    if report.kv_tiers:
+        lines.append(f"{'':<13} {100 * report.tier_hits:.1f}% of prompt tokens came from tiers")
     if report.incident is not None:
         lines += _incident_lines(report.incident)
     return "\n".join(lines)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.incidents import Incidents
+from inflight_tools.simulator.kv_tier import TierSpec, VirtualStore
 from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.simulator.router import make_router
@@ -31,6 +31,7 @@ class Scene:
         users: of a closed loop; 0 uses the scenario's number.
         scrape_interval: seconds between two looks of the router at the replicas' gauges; 0: they are always current.
         accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
+        kv_tiers: where KV is kept beyond the pool, the fastest first.
     """
 
     profile: Profile
@@ -42,6 +43,7 @@ class Scene:
     incidents: Incidents = field(default_factory=Incidents)
     scrape_interval: float = 0.0
     accepted_drafts: float | None = None
+    kv_tiers: tuple[TierSpec, ...] = ()
 
     def check(self) -> None:
         """Reject what cannot be simulated.
@@ -52,6 +54,8 @@ class Scene:
         config, source = self.config(), self.load.load()
         next(self.load.jobs(), None)
         self._check_drafts(config)
+        if self.kv_tiers and not config.enable_prefix_caching:
+            raise ConfigError("--kv-tier needs enable_prefix_caching=true: what comes from a tier is cached")
         make_router(self.router)
         self.incidents.check(self.replicas)
         if self.load.requests < 0:
@@ -81,7 +85,12 @@ class Scene:
     def run(self) -> Outcome:
         """Run the simulation."""
         config, source = self.config(), self.load.load()
-        make_engine = partial(SimulatedEngine.of, config, self.profile, self.accepted_drafts)
+        shared = {spec: VirtualStore(spec) for spec in self.kv_tiers if spec.type == "redis"}
+
+        def make_engine() -> SimulatedEngine:
+            stores = [shared.get(spec) or VirtualStore(spec) for spec in self.kv_tiers]
+            return SimulatedEngine.of(config, self.profile, self.accepted_drafts, stores)
+
         engines = [make_engine() for _ in range(self.replicas)]
         users = self.users or (source.users if isinstance(source, Scenario) else 1)
         prompts = IdPrompts(self.profile.vocab_size, self.load.seed)
@@ -124,7 +133,8 @@ class Scene:
             what += f", {self.users or (source.users if isinstance(source, Scenario) else 1)} users"
         elif process != "trace":
             what += f", {process}, {self.at_load(1.0).load.rate:g} requests/s"
-        return f"{what}; profile {self.profile.name}, router {self.router}"
+        tiers = "".join(f", KV tier {spec}" for spec in self.kv_tiers)
+        return f"{what}; profile {self.profile.name}, router {self.router}{tiers}"
 
     def model_json(self) -> dict[str, Any]:
         """Keys of `model.json` for the simulated engine."""

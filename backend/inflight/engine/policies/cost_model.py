@@ -160,14 +160,7 @@ def _terms(load: StepLoad) -> tuple[float, ...]:
 
 def _cost(weights: Sequence[float]) -> StepCost:
     per_token, per_pair, prefill_fixed, per_sequence, per_context, fixed = weights
-    return StepCost(
-        seconds_at=(fixed,),
-        per_sequence=per_sequence,
-        per_context_token=per_context,
-        prefill_fixed=prefill_fixed,
-        per_prefill_token=per_token,
-        per_attention_pair=per_pair,
-    )
+    return StepCost.linear(fixed, per_sequence, per_context, prefill_fixed, per_token, per_pair)
 
 
 class _NormalEquations:

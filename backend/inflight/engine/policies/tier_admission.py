@@ -184,7 +184,7 @@ class TierAdmission(EngineListener):
                 tier = next(visit.order, None)
                 if tier is None:
                     break
-                if not tier.is_open or tier.seconds_to_ask() > _WORTH * (visit.until - self._loads.clock()):
+                if not (tier.is_open and tier.answers_within(_WORTH * (visit.until - self._loads.clock()))):
                     continue
                 whole = [key_of(hashes[stop - 1]) for stop in range(begin + size, visit.num_blocks + 1, size)]
                 visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))

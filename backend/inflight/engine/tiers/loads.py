@@ -22,6 +22,7 @@ __all__ = ["Loads"]
 _MOST_IN_FLIGHT = 64  # extents
 _SHARE = 0.1  # of the time beside running requests in which a tier's threads may use a core
 _MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
+_SMOOTHING = 0.25
 
 
 class Loads(EngineListener):
@@ -49,6 +50,7 @@ class Loads(EngineListener):
         self.num_lost = 0
         self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._left = math.inf  # CPU seconds that loads may still take in it
+        self._earned = self._took = 0.0  # CPU seconds for loads, and seconds, of a step beside requests: smoothed
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
         self._num_made = self._num_done = 0  # steps
         self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
@@ -92,7 +94,11 @@ class Loads(EngineListener):
     def step_begins(self, running: Sequence[Request]) -> None:
         """Adopt what has arrived, and free the blocks of what has not."""
         now = self.clock(), self.tiers.cpu_clock()
-        earned = min(_MOST_EARNED, _SHARE * min(now[0] - self._began[0], now[1] - self._began[1]))
+        took = now[0] - self._began[0]
+        earned = min(_MOST_EARNED, _SHARE * min(took, now[1] - self._began[1]))
+        if running:
+            self._earned += _SMOOTHING * (earned - self._earned)
+            self._took += _SMOOTHING * (took - self._took)
         self._began, self._left = now, (earned if running else math.inf) + min(self._left, 0.0)
         self._wanted.clear()
         ended = [load for load in self.tiers.loads.values() if load.done.done()]
@@ -125,7 +131,8 @@ class Loads(EngineListener):
         same = self._wanted.get(block_hash, 0)  # what begins with the same extent is mostly the same
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
-        paced = 0.0 if self._left == math.inf else (wanted * tier.extent_cpu_seconds - self._left) / _SHARE
+        owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
+        paced = max(0.0, owed) * (self._took / self._earned if self._earned else 1 / _SHARE)
         begin_later = self._left <= 0 or (self._left < math.inf and self._preempted)
         if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
             return False

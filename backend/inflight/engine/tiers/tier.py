@@ -33,6 +33,7 @@ _PATIENCE = 4.0  # a read that is late by a second is expected to be late by so 
 _AT_ONCE_SECONDS = 1e-3
 _UNMEASURED_CPU_SECONDS = 5e-4  # to read and verify an extent from the page cache
 _SMOOTHING = 0.25
+_FORGETS = 0.98  # of how slow answers were, with each question that is not asked
 _REMEMBERED = 2**17  # keys; about 20 MB
 
 Why = Literal["corrupt", "torn", "full", "timeout", "io"]
@@ -121,10 +122,16 @@ class Tier:
         each = self._extent_seconds
         return each * -(-count // _LOADERS) + _PATIENCE * max(0.0, self.age(self._clock()) - each)
 
-    def seconds_to_ask(self) -> float:
-        """Until it comes to a question that is asked now: it answers one after the other."""
+    def answers_within(self, seconds: float) -> bool:
+        """Whether a question that is asked now is expected to be answered so soon, after earlier ones.
+
+        Some dozens of refusals later it is asked again, and measured.
+        """
         self._asked = [answer for answer in self._asked if not answer.done()]
-        return len(self._asked) * self._find_seconds
+        if (len(self._asked) + 1) * self._find_seconds <= seconds:
+            return True
+        self._find_seconds *= _FORGETS
+        return False
 
     def stats(self) -> TierStats:
         """For metrics."""
@@ -159,15 +166,15 @@ class Tier:
         """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
         return self._loads.submit(self._load, key, frames)
 
-    def wants(self, key: bytes) -> bool:
-        """Whether to store an extent that was just computed; counts how often it was."""
+    def wants(self, key: bytes, is_computed: bool = True) -> bool:
+        """Whether to store an extent of a request, which has just computed it or found it; counts how often it was."""
         if self._clock() < max(self._reads.off_until, self._writing.off_until):
             return False
         kept = self._kept.get(key)
-        if kept is None and self._writes_second:
+        if kept is None and self._writes_second and is_computed:
             self._remember(key, False)
             return False
-        return not kept
+        return not kept and (is_computed or not self._writes_second)
 
     def store(self, key: bytes, copied: Callable[[], Frames | None]) -> None:
         """Keep an extent.
@@ -203,10 +210,14 @@ class Tier:
                 self._kept.popitem(last=False)
 
     def _find(self, keys: list[bytes], behind: Callable[[int], Sequence[bytes]]) -> tuple[int, int | None]:
-        start = self._begin()
-        found = self._position(self._store.find, keys)
-        others = () if found is None else behind(found)
-        other = self._position(self._store.first_of, others)
+        start, found, other = self._begin(), None, None
+        others: Sequence[bytes] = ()
+        try:
+            found = _position(self._store.find, keys)
+            others = behind(found)
+            other = _position(self._store.first_of, others)
+        except Exception as error:
+            self._failed(error, self._reads)
         self._find_seconds += _SMOOTHING * (self._end(start) - self._find_seconds)
         if found is None:
             return 0, None
@@ -217,14 +228,6 @@ class Tier:
         for key in filter(self._kept.get, lacks):
             self._remember(key, False)
         return found, other if len(has) > found else None
-
-    def _position(self, ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int | None:
-        """The store's answer, an index of `keys` or their number; None if it fails."""
-        try:
-            return min(len(keys), max(0, operator.index(ask(keys)))) if keys else 0
-        except Exception as error:
-            self._failed(error, self._reads)
-            return None
 
     def _load(self, key: bytes, frames: Frames) -> bool:
         start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
@@ -292,6 +295,11 @@ class Tier:
 class _Breaker:
     errors_in_row: int = 0
     off_until: float = float("-inf")
+
+
+def _position(ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int:
+    """The store's answer, an index of `keys` or their number."""
+    return min(len(keys), max(0, operator.index(ask(keys)))) if keys else 0
 
 
 def _why(error: Exception) -> Why:

@@ -90,10 +90,10 @@ class Tiers:
         key = self.seal.key_of(load.chain[load.first + len(load.blocks) - 1])
         load.done = load.tier.load(key, self.blocks.frames(load.blocks))
 
-    def missing_in(self, block_hash: bytes) -> list[Tier]:
-        """The tiers that should get this extent."""
+    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[Tier]:
+        """The tiers that should get this extent of a request, which has just computed it or found it."""
         key = self.seal.key_of(block_hash)
-        return [tier for tier in self.tiers if tier.wants(key)]
+        return [tier for tier in self.tiers if tier.wants(key, is_computed)]
 
     def store(self, into: Sequence[Tier], block_hash: bytes, blocks: Sequence[int], generations: list[int]) -> None:
         """Keep a full extent that no step in flight writes.

@@ -42,12 +42,13 @@ class TierWriter(EngineListener):
         self._extent_blocks = tiers.extent_blocks
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at
+        self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
         self._computed: deque[_Computed] = deque()
         self._num_made = self._num_done = 0
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
-            self._num_kept[request] = 0
+            self._num_kept[request], self._num_found[request] = 0, request.num_computed_tokens
 
     def step_begins(self, running: Sequence[Request]) -> None:
         if self._num_made % _EVERY == 0:
@@ -59,6 +60,7 @@ class TierWriter(EngineListener):
         num_kept = self._num_kept.pop(request, None)
         if num_kept is not None:
             self._look_at(request, num_kept, self._tiers.part_blocks)
+            del self._num_found[request]
 
     def ended(self, request: Request) -> None:
         self._send()
@@ -85,7 +87,8 @@ class TierWriter(EngineListener):
         for start in range(num_kept * size, count, size):
             blocks = request.block_ids[start : min(start + size, count)]
             block_hash = hashes[start + len(blocks) - 1]
-            into = self._tiers.missing_in(block_hash)
+            is_computed = (start + len(blocks)) * pool.block_size > self._num_found[request]
+            into = self._tiers.missing_in(block_hash, is_computed)
             if into:
                 generations = [pool.generations[block] for block in blocks]
                 self._computed.append(_Computed(self._num_made, request, block_hash, blocks, generations, into))

@@ -130,6 +130,19 @@ def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
     assert from_tiers(rig)._loads._left == pytest.approx(5e-3)
 
 
+def test_long_steps_earn_loads_less_than_a_tenth_of_their_time():
+    """Nine extents, each 3 ms of a core: 27 ms, in steps of 0.2 s that earn 5.  Computing takes 0.72 s, loading 1.2."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-3)
+    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-2):
+        for number in range(12):
+            if number == 8:
+                add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
+            rig.now += 0.2
+            rig.step(99)
+    assert rig.outputs[0, 0] and not rig.core.scheduler.held
+
+
 def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serves_a_few():
     """Each has nine extents, at 0.3 ms: 27 ms at the pace, and computing one takes 72."""
     prompts = [[n + 1, *PROMPT[1:36]] for n in range(8)]
@@ -187,6 +200,30 @@ def test_who_has_all_its_loads_waits_for_them_alone():
     assert rig.tiers.num_hits == 36 + 8
 
 
+def test_a_load_that_has_begun_is_waited_for_though_another_one_exceeds_the_pace():
+    """It began while nothing ran.  Beside a request, an extent of four blocks takes 12 ms at the pace; computing the
+    one block of the first request takes 8."""
+    long, short = [1, *PROMPT[1:36]], [2, *PROMPT[1:4]]
+    store = stored(long, extent_blocks=4)
+    serve(rig_of(store, extent_blocks=4), 0, short, max_tokens=1)
+    rig = rig_of(store, extent_blocks=4, cpu_seconds=1.2e-3)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-3):
+        add(rig.core, 1, [*short, 3], max_tokens=4, ignore_eos=True)
+        rig.step()
+        rig.step(1)
+        assert len(rig.tiers.loads) == 1
+        add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
+        rig.step()
+        add(rig.core, 0, [*long, 3], max_tokens=4, ignore_eos=True)
+        rig.step()
+        rig.step(1, last_first=True)
+        assert len(rig.tiers.loads) == 2 and from_tiers(rig)._loads._left < -1e-3
+        rig.step()
+        assert len(rig.core.scheduler.held) == 2
+        rig.run()
+    assert rig.outputs[1, 0] == answer([*short, 3], 4)
+
+
 def test_no_more_than_so_many_requests_wait(monkeypatch):
     monkeypatch.setattr(tier_admission, "_MOST_WAITING", 2)
     rig = rig_of(stored())
@@ -215,9 +252,24 @@ def test_a_tier_with_more_questions_than_it_answers_in_time_is_not_asked():
     for request_id in range(8):
         add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
     rig.step()
-    assert len(rig.hand.tasks) == 3 and len(rig.core.scheduler.held) == 3
+    assert len(rig.hand.tasks) == 2 and len(rig.core.scheduler.held) == 2
     rig.run()
     assert len(rig.reasons) == 8
+
+
+def test_a_tier_whose_answers_take_longer_than_computing_is_seldom_asked():
+    """Each request would wait as long as computing takes, for no answer."""
+    store = stored()
+    rig = rig_of(store)
+    rig.tiers.tiers[0]._find_seconds = 0.03  # of the 20 ms that computing takes, 16 are worth waiting
+    asked = []
+    for request_id in range(60):
+        add(rig.core, request_id, [*PROMPT[:40], request_id % 9], {"cache_salt": str(request_id)}, max_tokens=1)
+        rig.step()
+        asked.append(len(rig.core.scheduler.held))
+        rig.now += 0.1
+        rig.run()
+    assert sum(asked[:32]) == 0 and asked[32] == 1  # 0.98 ** 32 of 30 ms
 
 
 def test_where_nothing_runs_loads_take_all_there_is():

@@ -218,8 +218,34 @@ def test_a_medium_that_wears_out_gets_only_what_is_computed_twice():
     rig = TieredRig(Info(num_blocks=256), 1, [store], second=True, **OPTIONS)
     serve(rig, 0, PROMPT)
     assert not store.extents
+    rig.new_core()  # nothing is cached
     serve(rig, 1, PROMPT)
     assert len(store.extents) == 12
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_what_requests_share_is_computed_once(n):
+    """Others find it in the prefix cache; so do the sequences of a request."""
+    store = MemoryStore()
+    rig = TieredRig(Info(num_blocks=256), 1, [store], second=True, **OPTIONS)
+    for request_id in range(3):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=2, n=n, ignore_eos=True)
+        rig.run()
+    assert not store.extents
+    rig.new_core()
+    serve(rig, 9, PROMPT[:21])
+    assert store.extents.keys() == rig.payloads(PROMPT[:20]).keys()
+
+
+def test_what_a_preempted_request_gets_back_from_the_host_is_not_computed_twice():
+    store = MemoryStore()
+    info = Info(num_blocks=24, num_host_blocks=64)
+    options = {**OPTIONS, "preemption_mode": "swap", "swap_space": "1MiB", "enable_prefix_caching": True}
+    rig = TieredRig(info, 1, [store], second=True, **options)
+    for request_id in range(4):
+        add(rig.core, request_id, [request_id + 1, *PROMPT[:24]], max_tokens=30, ignore_eos=True)
+    rig.run()
+    assert rig.core.scheduler.swap.num_swapped_in and not store.extents
 
 
 def test_writes_that_wait_for_an_earlier_core_are_left_out():

@@ -18,7 +18,10 @@ from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
+from inflight.engine.tiers.seal import Seal
+from inflight.engine.tiers.tier import Tier
 from inflight.frontend.request.pooled_request import void_params
+from inflight.runner.tier_threads import TierThreads
 
 pytestmark = pytest.mark.usefixtures("half_a_millisecond_a_token")
 
@@ -193,6 +196,15 @@ def test_whole_extents_are_taken_though_the_question_for_parts_fails(answered):
     with mock.patch.object(store, "first_of", side_effect=answered):
         serve(rig, 0, PROMPT)
     assert num_computed(rig) == 41 - 32 and rig.tiers.tiers[0].errors == {"io": 1}
+
+
+def test_a_question_for_parts_that_cannot_be_made_ends_no_thread():
+    """With the thread that asks, every later request would wait for its answer until computing had ended."""
+    tier = Tier("disk", MemoryStore(), Seal(bytes(16)), TierThreads)
+    assert tier.find([b"key"], lambda found: [b"other"][found + 1]).result(30) == (0, None)
+    assert tier.find([b"key"]).result(30) == (0, None)
+    assert tier.errors == {"io": 1}
+    tier.close(30)
 
 
 def test_a_store_that_fails_is_left_alone_for_a_while():
