@@ -43,12 +43,12 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
     )
     with served as server:
         serving.stream_all(server.grpc_address, common.short(requests), outputs)
-        before, sender, own = serving.cpu_by_kind(server), serving.busiest_stub_thread(server), time.process_time()
+        before, threads, own = serving.cpu_by_kind(server), serving.stub_threads(server), time.process_time()
         start = time.perf_counter()
         answers = serving.stream_all(server.grpc_address, requests, outputs)
         wall = time.perf_counter() - start
         own = time.process_time() - own
-        sender = serving.busiest_stub_thread(server) - sender
+        sender = max(seconds - threads.get(thread, 0.0) for thread, seconds in serving.stub_threads(server).items())
         after = serving.cpu_by_kind(server)
     gaps = sorted(1e3 * (b - a) for answer in answers for a, b in itertools.pairwise(answer.times))
     spent = {"client": own, **{kind: seconds - before.get(kind, 0.0) for kind, seconds in after.items()}}

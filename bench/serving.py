@@ -108,13 +108,17 @@ def cpu_by_kind(server: TritonServer) -> dict[str, float]:
     return found
 
 
-def busiest_stub_thread(server: TritonServer) -> float:
-    """CPU time so far of the stub's thread that has used most; beside streams that run it is the sender thread."""
+def stub_threads(server: TritonServer) -> dict[int, float]:
+    """CPU time so far of the stubs' threads, by id.  While streams run, the sender threads use most."""
     from inflight_tools.processes import session_members
 
     assert server.process is not None
     stubs = [pid for pid in session_members(server.process.pid) if kind_of(pid) == "stub"]
-    return max(thread.user_time + thread.system_time for pid in stubs for thread in psutil.Process(pid).threads())
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
+        for pid in stubs
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
 
 
 def wait_for_rest(server: TritonServer) -> None:
