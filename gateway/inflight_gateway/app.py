@@ -170,7 +170,8 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Connections]]:
-        yield {STATE: Connections(options.max_connections, options.header_timeout, shared.turns.hurry)}
+        hurry = shared.turns.hurry
+        yield {STATE: Connections(options.max_connections, options.header_timeout, options.send_timeout, hurry)}
         await shared.close()
         on_stop()
 

@@ -1,6 +1,7 @@
-"""Connections of clients: how many, and how long one may take to send the head of a request.
+"""Connections of clients: how many, and how long one may take to send the head of a request, or to read its answer.
 
-uvicorn limits neither.  Without limits, clients that send nothing use up the process's file descriptors.
+uvicorn limits none of these.  Without limits, clients that send nothing use up the process's file descriptors, and
+clients that read nothing the requests that may be open.
 """
 
 from __future__ import annotations
@@ -35,11 +36,19 @@ class Connections:
     Args:
         limit: maximum number; lowered to what the process can open.
         header_timeout: seconds for the head of a request to arrive.
+        send_timeout: seconds in which a client must read some of what waits for it.
         request_came: called when a request has come, with its body.
     """
 
-    def __init__(self, limit: int, header_timeout: float, request_came: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        limit: int,
+        header_timeout: float = 20.0,
+        send_timeout: float = 60.0,
+        request_came: Callable[[], None] = lambda: None,
+    ) -> None:
         self.header_timeout = header_timeout
+        self.send_timeout = send_timeout
         self.request_came = request_came
         self._limit = min(limit, max(1, _descriptors() - _SPARE_DESCRIPTORS))
         if self._limit < limit:
@@ -125,6 +134,8 @@ class ClientConnection(HttpToolsProtocol):
     """A connection.  While it has no request, a timer runs: for the head of one, or until its first byte."""
 
     _timer: TimerHandle | None = None
+    _send_timer: TimerHandle | None = None  # while more waits for the client than may be added to
+    _unsent = 0
     _has_request = False
     _is_idle = False  # nothing has arrived since the last request
 
@@ -138,8 +149,17 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._disarm_send()
         self._registry.closed(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_client()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm_send()
 
     def data_received(self, data: bytes) -> None:
         was_idle, self._is_idle = self._is_idle, False
@@ -192,6 +212,23 @@ class ClientConnection(HttpToolsProtocol):
         lines = [status, *(f"{name.lower()}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("ascii") + body)
         self.transport.close()
+
+    def _watch_client(self) -> None:
+        """Look again after `send_timeout`: a client that has read nothing by then would keep its request for ever."""
+        self._disarm_send()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._registry.send_timeout, self._look_at_client)
+
+    def _look_at_client(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._watch_client()
+        else:
+            self.transport.abort()
+
+    def _disarm_send(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _wait(self) -> None:
         self._is_idle = True

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from scripted_client import text
 
 from inflight_gateway import connections
-from inflight_gateway.connections import Connections, HeadWithBody
+from inflight_gateway.connections import ClientConnection, Connections, HeadWithBody
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n"
 BODY = b'{"prompt": "a"}'
@@ -109,6 +110,54 @@ async def test_more_connections_than_allowed_are_refused(start):
     assert all([(await answer(one[0])).startswith(b"HTTP/1.1 200") for one in busy])
     for _, one in [*busy, (reader, writer)]:
         one.close()
+
+
+async def stopped_reading(front: Any, monkeypatch: Any) -> tuple[socket.socket, ClientConnection]:
+    """A client that asks for a long stream and reads nothing, and its connection once much waits for it."""
+    paused: asyncio.Queue[ClientConnection] = asyncio.Queue()
+    pause = ClientConnection.pause_writing
+    monkeypatch.setattr(ClientConnection, "pause_writing", lambda self: (pause(self), paused.put_nowait(self)))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", int(front.url.rpartition(":")[2])))
+    body = b'{"prompt": "slow", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    await loop.sock_sendall(client, head.encode() + body)
+    return client, await paused.get()
+
+
+def long(request: Any) -> Any:
+    """More than the kernel's buffers take."""
+    return text("a") if request.prompt != "slow" else [*text("x" * 8_000_000, finish=None), asyncio.Event()]
+
+
+async def test_a_client_that_reads_nothing_loses_its_connection(start, monkeypatch):
+    front = await start(long, send_timeout=0.05, max_open_requests=1)
+    client, _ = await stopped_reading(front, monkeypatch)
+    await front.client.streams[0].cancelled.wait()
+    while front.gateway.metrics.open_requests:
+        await asyncio.sleep(0.01)
+    assert (await front.post("/v1/completions", {"prompt": "a"})).status_code == 200
+    client.close()
+
+
+async def test_a_client_that_reads_slowly_keeps_its_connection(start, monkeypatch):
+    front = await start(long, send_timeout=LONG)
+    client, connection = await stopped_reading(front, monkeypatch)
+    for _ in range(3):
+        waiting = connection.transport.get_write_buffer_size()
+        while connection.transport.get_write_buffer_size() >= waiting:
+            await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+            await asyncio.sleep(0)
+        connection._look_at_client()
+        assert not connection.transport.is_closing()
+    while not connection.transport.is_closing():  # what the kernel's buffers take counts as read
+        connection._look_at_client()
+        await asyncio.sleep(0.01)
+    await front.client.streams[0].cancelled.wait()
+    client.close()
 
 
 async def test_what_is_no_http_has_an_error_object(start):
