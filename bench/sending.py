@@ -4,13 +4,15 @@
     python bench/sending.py [--streams 32] [--tokens 300] [--step-ms 10] [--rounds 3] [--output FILE]
     python bench/sending.py --device cuda --streams 256 --step-ms 12     as beside an engine on a GPU
     python bench/sending.py --frontends 1 2 --outputs 1 4     numbers of stubs of an engine process, and of outputs
-    python bench/sending.py --device cuda --streams 256 --step-ms 12 --base 4de9815a     beside an earlier commit
+    python bench/sending.py --device cuda --streams 256 --step-ms 12 --base 4de9815a --base-streams 32
+                                                                         beside an earlier commit
 
 A real tritonserver on 127.0.0.1, whose engine process makes a step of that length without a model (echo_engine.py), so
 that nothing but scheduling and sending takes time.  The sides are `stream_interval: 1` and the default, "auto", or the
 numbers of stubs and outputs: with cores to spare, responses/s grow with the stubs as long as the CPU time of a response
 stays the same.  With `--base`, the first side is the code of that commit with `stream_interval: 1`, which is what
-"auto" was on a GPU before 2026-11-24.
+"auto" was on a GPU before 2026-11-24.  Beside more streams than it keeps up with, its responses have several tokens,
+too, because they come late: `--base-streams` gives it fewer, so that each token is a response.
 
 "sender" is the stub's busiest thread in cores.  "late" is the time from the engine's last step, by its step length, to
 the last token at the client: 0 if all tokens get out as fast as they are made.
@@ -35,7 +37,7 @@ PARTS = ("client", "server", "stub", "keeper", "engine")
 def run(side: str, arguments: dict[str, Any]) -> common.Run:
     """Run one side; `arguments` are those of the command line and `sides`."""
     one = arguments["sides"][side]
-    streams, tokens, outputs = arguments["streams"], arguments["tokens"], one["outputs"]
+    streams, tokens, outputs = one["streams"], arguments["tokens"], one["outputs"]
     requests = [{"prompt": [300 + number % 50] * 16, "out": tokens} for number in range(streams)]
     options = {"max_num_seqs": streams, **one["options"]}
     served = serving.served(
@@ -71,15 +73,18 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def sides_of(args: Any, base: Path | None) -> dict[str, dict[str, Any]]:
-    """Sides by name, each with its options, stubs, outputs, and the checkout with its code."""
+    """Sides by name, each with its options, stubs, outputs, streams, and the checkout with its code."""
 
-    def side(options: dict[str, Any], stubs: int = 1, outputs: int = 2, tree: Path = paired.ROOT) -> dict[str, Any]:
-        return {"options": options, "stubs": stubs, "outputs": outputs, "tree": str(tree)}
+    def side(options: dict[str, Any], stubs: int = 1, outputs: int = 2) -> dict[str, Any]:
+        tree = str(paired.ROOT)
+        return {"options": options, "stubs": stubs, "outputs": outputs, "streams": args.streams, "tree": tree}
 
     grid = list(itertools.product(args.frontends or [1], args.outputs or [2]))
     if base is not None:
-        old = {f"{args.base}, {o} outputs": side({"stream_interval": 1}, s, o, base) for s, o in grid if s == 1}
-        return {**old, **{f"{s} stubs, {o} outputs": side({}, s, o) for s, o in grid}}
+        streams = args.base_streams or args.streams
+        old = {**side({"stream_interval": 1}), "streams": streams, "tree": str(base)}
+        first = {f"{args.base}, {streams} streams, {o} outputs": {**old, "outputs": o} for o in args.outputs or [2]}
+        return {**first, **{f"{s} stubs, {o} outputs": side({}, s, o) for s, o in grid}}
     if args.frontends or args.outputs:
         return {f"{stubs} stubs, {outputs} outputs": side({}, stubs, outputs) for stubs, outputs in grid}
     return {"stream_interval 1": side({"stream_interval": 1}), "auto": side({})}
@@ -113,6 +118,7 @@ def main() -> None:
         frontends=dict(type=int, nargs="+", help="stubs"),
         outputs=dict(type=int, nargs="+", choices=list(serving.OUTPUTS), help="outputs of a response"),
         base=dict(help="an earlier commit, with a response for each token"),
+        base_streams=dict(type=int, help="streams of that commit; by default as many"),
     )
     with paired.checked_out(args.base) if args.base else nullcontext() as base:
         sides = sides_of(args, base)
