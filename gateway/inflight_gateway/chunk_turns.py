@@ -7,11 +7,11 @@ from collections import deque
 
 __all__ = ["ChunkTurns"]
 
-_CHUNKS = 4  # that pass in a turn of the loop: what comes meanwhile waits for no more of them
+_CHUNKS = 8  # that pass in a turn of the loop: what comes meanwhile waits for no more of them
 # From the head of a request to the message to Triton, and from its first chunk to the client, the loop makes two
 # turns, because each of the two hands over from one task to another.
 _HURRY = 2
-_MOST_HELD = 16  # turns without a chunk, however many requests begin
+_MOST_HELD = 4  # turns without a chunk, however many requests begin
 
 
 class ChunkTurns:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from inflight_gateway.errors import APIError
 from inflight_gateway.response_headers import new_request_id
@@ -136,6 +136,7 @@ class ClientConnection(HttpToolsProtocol):
     _timer: TimerHandle | None = None
     _send_timer: TimerHandle | None = None  # while more waits for the client than may be added to
     _unsent = 0
+    _answers: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the one that came last
     _has_request = False
     _is_idle = False  # nothing has arrived since the last request
 
@@ -151,6 +152,9 @@ class ClientConnection(HttpToolsProtocol):
         self._disarm()
         self._disarm_send()
         self._registry.closed(self)
+        if self._answers is not None:  # uvicorn tells `cycle` only: of several requests on their way, the last
+            self._answers.disconnected = True
+            self._answers.message_event.set()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -171,7 +175,10 @@ class ClientConnection(HttpToolsProtocol):
         self._has_request = True
         self._disarm()
         self._registry.works(self)
+        waiting = len(self.pipeline)
         super().on_headers_complete()
+        if len(self.pipeline) == waiting:  # it does not wait for an earlier one
+            self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
 
     def on_message_complete(self) -> None:
@@ -182,6 +189,8 @@ class ClientConnection(HttpToolsProtocol):
             self._wait()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answers = self.pipeline[-1][0]
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:  # no further request has arrived already
             self._has_request = False
