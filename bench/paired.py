@@ -25,7 +25,7 @@ from pathlib import Path
 import common
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("backend", "client", "tools")
+PACKAGES = ("backend", "client", "gateway", "tools")
 
 
 def git(*arguments: str) -> str:
