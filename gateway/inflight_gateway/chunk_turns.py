@@ -1,4 +1,4 @@
-"""Which of the things that an event loop could do now it does first."""
+"""The order in which an event loop does what is ready."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a loop does first: requests and outputs that begin, then chunks of outputs that run."""
+"""Requests and outputs that begin come before chunks of outputs that run."""
 
 from __future__ import annotations
 
