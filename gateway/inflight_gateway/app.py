@@ -170,8 +170,7 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Connections]]:
-        hurry = shared.turns.hurry
-        yield {STATE: Connections(options.max_connections, options.header_timeout, options.send_timeout, hurry)}
+        yield {STATE: Connections(options.max_connections, options.header_timeout, options.send_timeout)}
         await shared.close()
         on_stop()
 

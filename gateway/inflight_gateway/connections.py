@@ -10,7 +10,6 @@ import asyncio
 import logging
 import resource
 from asyncio.events import TimerHandle
-from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -37,19 +36,11 @@ class Connections:
         limit: maximum number; lowered to what the process can open.
         header_timeout: seconds for the head of a request to arrive.
         send_timeout: seconds in which a client must read some of what waits for it.
-        request_came: called when a request has come, with its body.
     """
 
-    def __init__(
-        self,
-        limit: int,
-        header_timeout: float = 20.0,
-        send_timeout: float = 60.0,
-        request_came: Callable[[], None] = lambda: None,
-    ) -> None:
+    def __init__(self, limit: int, header_timeout: float, send_timeout: float = 60.0) -> None:
         self.header_timeout = header_timeout
         self.send_timeout = send_timeout
-        self.request_came = request_came
         self._limit = min(limit, max(1, _descriptors() - _SPARE_DESCRIPTORS))
         if self._limit < limit:
             _log.warning("max_connections=%d: lowered to %d, what `ulimit -n` leaves", limit, self._limit)
@@ -184,7 +175,6 @@ class ClientConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         cast(dict[str, Any], self.scope)[BODY_ARRIVED] = True
-        self._registry.request_came()
         if not self._has_request:  # the rest of a body whose request was answered before it came
             self._wait()
 

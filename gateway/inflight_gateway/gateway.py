@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 
 from inflight_gateway.body_reader import BodyReader
-from inflight_gateway.chunk_turns import ChunkTurns
 from inflight_gateway.errors import APIError
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.model_upstreams import upstream_for
@@ -34,7 +33,7 @@ class Gateway:
         upstream, replicas, provider: replace real ones, in tests.
 
     Attributes:
-        turns: of the chunks of all outputs.
+        beginning: the generations whose first chunk has come, and whose answer has not begun.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class Gateway:
     ) -> None:
         self.options = options
         self.metrics = Metrics()
-        self.turns = ChunkTurns()
+        self.beginning: set[object] = set()
         self.bodies = BodyReader(options)
         self.upstream = upstream or upstream_for(options, self.metrics.routed)
         self.replicas = replicas or Replicas(options, self.upstream)

@@ -114,6 +114,7 @@ class Generation:
             return
         self._entered = False
         self._gateway.leave()
+        self._gateway.beginning.discard(self)
         self.cancel()
         if self._timer is not None:
             self._timer.cancel()
@@ -160,6 +161,7 @@ class Generation:
                 await take(waiting)
             self._take = take
             self._begins.set()
+            self._gateway.beginning.discard(self)
             while not self._is_over:
                 await self._wait()
                 if not self._is_over:
@@ -202,20 +204,23 @@ class Generation:
     async def _read(self, index: int, stream: AsyncStream) -> None:
         """Read a stream, and let its chunks be taken.
 
-        First and last chunks of an output go out before the rest of a burst (`ChunkTurns`).
+        A step's chunks come in a burst, one of each stream.  First and last chunks of an output go out before the
+        others, which let every task run that is ready now.
         """
         begun = False
         try:
             async for chunk in stream:
                 if not self._begins.is_set():
                     self._waiting.append((index, chunk))
-                    self._gateway.turns.hurry()
+                    self._gateway.beginning.add(self)
                     self._wake()
                     await self._begins.wait()  # the answer begins before this stream is read further
                     begun = True
                     continue
                 if begun and not _ends_output(chunk):
-                    await self._gateway.turns.turn()
+                    await asyncio.sleep(0)  # now all chunks of the burst are read
+                    if self._gateway.beginning:
+                        await asyncio.sleep(0)
                 begun = True
                 if self._take is None:  # the answer has ended before its streams
                     break
