@@ -181,10 +181,14 @@ def ran_side(run: Callable[[str, dict[str, Any]], Run]) -> bool:
     return True
 
 
-def in_fresh_process(script: str, side: str, arguments: dict[str, Any]) -> Run:
+def in_fresh_process(
+    script: str, side: str, arguments: dict[str, Any], environment: dict[str, str] | None = None
+) -> Run:
     """Run `script --side SIDE` with the arguments as JSON on stdin; its last output line is the result."""
     command = [sys.executable, script, "--side", side]
-    done = subprocess.run(command, input=json.dumps(arguments), stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        command, input=json.dumps(arguments), stdout=subprocess.PIPE, text=True, check=True, env=environment
+    )
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 

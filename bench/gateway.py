@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
 """The gateway's cost per stream: time to first token, gaps and CPU time; and the throughput of one worker.
 
-    python bench/gateway.py [--streams 32] [--rounds 6] [--seconds 9] [--output FILE]
+    python bench/gateway.py [--streams 1 32] [--rounds 6] [--seconds 9] [--output FILE]
+    python bench/gateway.py --base main~1     beside the gateway of an earlier commit
 
 Latency: a real tritonserver whose engine process makes a step each 30 ms without a model (echo_engine.py).  Users
 stream completions straight over gRPC, then through a gateway, alternating, against the same server.  A user pauses
 for a random time between its requests, so that they meet the steps at random.  Both clients do as little as they can.
+An earlier gateway takes its turns in between, against the same server.
 
 Throughput: chunks as that server sends them, replayed as fast as they are taken (replaying_triton.py).  The gateway
 has one core, and what surrounds it the others.
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import common
+import paired
 import serving
 
 if TYPE_CHECKING:
@@ -55,9 +58,11 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def child(command: list[str], cores: set[int] | None = None) -> Iterator[subprocess.Popen[bytes]]:
+def child(
+    command: list[str], cores: set[int] | None = None, environment: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """A process that ends with the block."""
-    process = subprocess.Popen(command, stdout=sys.stderr)
+    process = subprocess.Popen(command, stdout=sys.stderr, env=environment)
     try:
         if cores:
             os.sched_setaffinity(process.pid, cores)
@@ -80,10 +85,10 @@ def wait_for(url: str) -> None:
 
 
 @contextlib.contextmanager
-def gateway(triton: str, cores: set[int] | None = None) -> Iterator[tuple[int, int]]:
-    """A gateway with one worker, ready; yields its port and process id."""
+def gateway(triton: str, cores: set[int] | None = None, tree: Path = paired.ROOT) -> Iterator[tuple[int, int]]:
+    """A gateway with one worker, ready, with the code of a checkout; yields its port and process id."""
     port = free_port()
-    with child([sys.executable, "-c", _GATEWAY, triton, str(port)], cores) as process:
+    with child([sys.executable, "-c", _GATEWAY, triton, str(port)], cores, paired.environment(tree)) as process:
         wait_for(f"http://127.0.0.1:{port}/ready")
         yield port, process.pid
 
@@ -187,32 +192,36 @@ def summary(times: list[list[float]], seconds_of: dict[str, float]) -> dict[str,
     }
 
 
-async def paired(server: TritonServer, args: argparse.Namespace) -> dict[str, list[common.Run]]:
-    def spent(pid: int) -> dict[str, float]:
-        gateway_cpu, client = serving.cpu_seconds(pid), time.process_time()
-        return {**serving.cpu_by_kind(server), "gateway": gateway_cpu, "client": client}
+async def alternated(
+    server: TritonServer, trees: dict[str, Path], streams: int, args: argparse.Namespace
+) -> dict[str, list[common.Run]]:
+    """The runs over gRPC, and through the gateway of each tree."""
 
-    runs: dict[str, list[common.Run]] = {"grpc": [], "gateway": []}
-    with gateway(server.grpc_address) as (port, pid):
+    def spent(pid: int | None) -> dict[str, float]:
+        own = {} if pid is None else {"gateway": serving.cpu_seconds(pid)}
+        return {**serving.cpu_by_kind(server), **own, "client": time.process_time()}
+
+    runs: dict[str, list[common.Run]] = {side: [] for side in ("grpc", *trees)}
+    with contextlib.ExitStack() as stack:
+        started = {side: stack.enter_context(gateway(server.grpc_address, tree=tree)) for side, tree in trees.items()}
         for number in range(args.rounds):
-            for side, connected in (("grpc", over_grpc(server.grpc_address)), ("gateway", over_http(port))):
-                async with connected as send:
+            for side in runs if number % 2 == 0 else reversed(runs):
+                port, pid = started.get(side, (0, None))
+                async with over_http(port) if port else over_grpc(server.grpc_address) as send:
                     before = spent(pid)
-                    times = await load(send, args.streams, args.seconds, number)
+                    times = await load(send, streams, args.seconds, number)
                     cpu = {name: seconds - before.get(name, 0.0) for name, seconds in spent(pid).items()}
                 one = summary(times, cpu)
                 runs[side].append(one)
                 text = f"TTFT p50 {one['ttft_ms']['p50']:6.2f} ms  ITL p50 {one['itl_ms']['p50']:6.2f} ms"
-                print(f"round {number + 1}/{args.rounds}  {side:<8} {text}  {one['requests']} requests", flush=True)
+                print(f"{streams} streams  round {number + 1}/{args.rounds}  {side:<8} {text}", flush=True)
     return runs
 
 
-def differences(runs: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
-    """Medians over the rounds of gateway minus gRPC, pair by pair; milliseconds."""
+def differences(ours: list[common.Run], theirs: list[common.Run]) -> dict[str, float]:
+    """Medians over the rounds of ours minus theirs, pair by pair; milliseconds."""
     return {
-        f"{kind}_{figure}": statistics.median(
-            ours[kind][figure] - theirs[kind][figure] for ours, theirs in zip(runs["gateway"], runs["grpc"])
-        )
+        f"{kind}_{figure}": statistics.median(a[kind][figure] - b[kind][figure] for a, b in zip(ours, theirs))
         for kind in ("ttft_ms", "itl_ms")
         for figure in ("p50", "mean", "p99")
     }
@@ -258,7 +267,7 @@ async def flood(port: int, seconds: float) -> int:
     return count
 
 
-async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]]:
+async def throughput(record: dict[str, Any], rounds: int, tree: Path) -> list[dict[str, Any]]:
     cores = os.sched_getaffinity(0)
     first, *others = sorted(cores)
     rest = set(others) or {first}
@@ -268,7 +277,7 @@ async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]
         file, port = Path(folder) / "record.json", free_port()
         file.write_text(json.dumps(record))
         command = [sys.executable, str(common.HERE / "replaying_triton.py"), str(file), str(port)]
-        with child(command, rest) as triton, gateway(f"127.0.0.1:{port}", {first}) as (http, pid):
+        with child(command, rest) as triton, gateway(f"127.0.0.1:{port}", {first}, tree) as (http, pid):
             await flood(http, 1.0)
             for number in range(rounds):
                 before = serving.cpu_seconds(pid), serving.cpu_seconds(triton.pid), time.process_time()
@@ -284,27 +293,39 @@ async def throughput(record: dict[str, Any], rounds: int) -> list[dict[str, Any]
     return runs
 
 
+def cpu_of(runs: list[common.Run]) -> dict[str, float]:
+    """Microseconds a chunk by process, medians."""
+    names = runs[0]["cpu_us_per_chunk"]
+    return {name: statistics.median(run["cpu_us_per_chunk"][name] for run in runs) for name in names}
+
+
 async def main() -> None:
-    args = common.options(__doc__, streams=32, rounds=6, seconds=9.0)
-    with serving.served({"stream_interval": 1}, step_ms=30.0) as server:
-        record = recorded(server.grpc_address)
-        runs: dict[str, Any] = await paired(server, args)
-    runs["throughput"] = await throughput(record, 3)
-    added = differences(runs)
-    rate = statistics.median(run["chunks_per_second"] for run in runs["throughput"])
-    cost = {
-        side: {
-            name: statistics.median(run["cpu_us_per_chunk"][name] for run in own) for name in own[0]["cpu_us_per_chunk"]
-        }
-        for side, own in runs.items()
-    }
-    print(f"\n{common.machine()}, {args.streams} streams, medians of {args.rounds} pairs")
-    for name, value in added.items():
-        print(f"  gateway - gRPC  {name:<14} {value:+.2f}")
-    print(f"  one worker passes on {rate:.0f} chunks/s")
-    for side, parts in cost.items():
-        print(f"  CPU us per chunk, {side:<10} " + "  ".join(f"{name} {us:.0f}" for name, us in parts.items()))
-    common.record(args, runs, added_ms=added, chunks_per_second=rate, cpu_us_per_chunk=cost)
+    args = common.options(
+        __doc__, streams=[32], rounds=6, seconds=9.0, base=dict(help="an earlier commit, whose gateway takes its turns")
+    )
+    with paired.checked_out(args.base) if args.base else contextlib.nullcontext() as base:
+        trees = {"gateway": paired.ROOT} if base is None else {"gateway": paired.ROOT, args.base: base}
+        with serving.served({"stream_interval": 1}, step_ms=30.0) as server:
+            record = recorded(server.grpc_address)
+            latency = {count: await alternated(server, trees, count, args) for count in args.streams}
+        flooded = {side: await throughput(record, 3, tree) for side, tree in trees.items()}
+    added: dict[str, dict[str, float]] = {}
+    cost: dict[str, dict[str, float]] = {}
+    print(f"\n{common.machine()}, medians of {args.rounds} pairs")
+    for count, runs in latency.items():
+        for side in trees:
+            added[f"{side}, {count} streams"] = differences(runs[side], runs["grpc"])
+        cost |= {f"{side}, {count} streams": cpu_of(own) for side, own in runs.items()}
+    rates = {side: statistics.median(run["chunks_per_second"] for run in own) for side, own in flooded.items()}
+    cost |= {f"{side}, throughput": cpu_of(own) for side, own in flooded.items()}
+    for name, figures in added.items():
+        print(f"  {name:<22} - gRPC, ms  " + "  ".join(f"{figure} {ms:+.2f}" for figure, ms in figures.items()))
+    for side, rate in rates.items():
+        print(f"  one worker passes on {rate:.0f} chunks/s ({side})")
+    for name, parts in cost.items():
+        print(f"  CPU us per chunk, {name:<22} " + "  ".join(f"{part} {us:.0f}" for part, us in parts.items()))
+    found: dict[str, Any] = {"latency": latency, "throughput": flooded}
+    common.record(args, found, added_ms=added, chunks_per_second=rates, cpu_us_per_chunk=cost)
 
 
 if __name__ == "__main__":

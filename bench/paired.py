@@ -12,22 +12,36 @@ match in what the benchmark prints, in order; the runs of one round are compared
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import common
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("backend", "client", "tools")
+PACKAGES = ("backend", "client", "gateway", "tools")
 
 
 def git(*arguments: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+@contextlib.contextmanager
+def checked_out(commit: str) -> Iterator[Path]:
+    """A worktree of a commit."""
+    with tempfile.TemporaryDirectory(prefix="inflight-paired-") as folder:
+        tree = Path(folder) / "base"
+        git("worktree", "add", "--detach", "--quiet", str(tree), commit)
+        try:
+            yield tree
+        finally:
+            git("worktree", "remove", "--force", str(tree))
 
 
 def environment(tree: Path) -> dict[str, str]:
@@ -85,18 +99,14 @@ def main() -> None:
         "new": git("rev-parse", "--short", "HEAD").strip(),
     }
     runs: dict[str, list[dict[str, list[float]]]] = {"base": [], "new": []}
-    with tempfile.TemporaryDirectory(prefix="inflight-paired-") as folder:
-        trees = {"base": Path(folder) / "base", "new": ROOT}
-        git("worktree", "add", "--detach", "--quiet", str(trees["base"]), commits["base"])
-        try:
-            for tree in trees.values():
-                compile_kernels(tree)
-            for number in range(args.rounds):
-                for side in ("base", "new") if number % 2 == 0 else ("new", "base"):
-                    runs[side].append(run(trees[side], args.command, figures))
-                    print(f"round {number + 1}/{args.rounds}  {side:<4} {runs[side][-1]}", flush=True)
-        finally:
-            git("worktree", "remove", "--force", str(trees["base"]))
+    with checked_out(commits["base"]) as base:
+        trees = {"base": base, "new": ROOT}
+        for tree in trees.values():
+            compile_kernels(tree)
+        for number in range(args.rounds):
+            for side in ("base", "new") if number % 2 == 0 else ("new", "base"):
+                runs[side].append(run(trees[side], args.command, figures))
+                print(f"round {number + 1}/{args.rounds}  {side:<4} {runs[side][-1]}", flush=True)
     summary = {}
     print(f"\n{common.machine()}: {commits['new']} / {commits['base']}, medians of {args.rounds} alternating runs")
     for name in figures:

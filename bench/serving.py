@@ -28,8 +28,16 @@ _MARKS = {  # in command lines
 }
 
 
+ECHO = common.HERE / "echo_engine.py"
+
+
 def write_repository(
-    folder: Path, options: dict[str, Any], instances: int = 1, step_ms: float = 0.0, device: str = "cpu"
+    folder: Path,
+    options: dict[str, Any],
+    instances: int = 1,
+    step_ms: float = 0.0,
+    device: str = "cpu",
+    echo: Path = ECHO,
 ) -> Path:
     """A repository with the model `bench`.
 
@@ -38,13 +46,14 @@ def write_repository(
         instances: stubs of the model.
         step_ms: makes the engine process an echo_engine.py with steps that long; 0 for the real engine process.
         device: where the echo_engine.py says that it computes.
+        echo: an earlier echo_engine.py, for a server of its commit.
     """
     version = folder / "repository" / MODEL / "1"
     version.mkdir(parents=True)
     if step_ms:
         interpreter = folder / "python"
-        echo = f'{sys.executable} {common.HERE / "echo_engine.py"} --step-ms {step_ms} --device {device} "$@"'
-        interpreter.write_text(f"#!/bin/sh\nexec {echo}\n")
+        command = f'{sys.executable} {echo} --step-ms {step_ms} --device {device} "$@"'
+        interpreter.write_text(f"#!/bin/sh\nexec {command}\n")
         interpreter.chmod(0o755)
         own = {"model": str(common.DEMO), "python_executable": str(interpreter), "spare_engine": False}
         options = {**own, "max_num_seqs": 64, **options}
@@ -56,14 +65,14 @@ def write_repository(
 
 @contextlib.contextmanager
 def served(
-    options: dict[str, Any], instances: int = 1, step_ms: float = 0.0, device: str = "cpu"
+    options: dict[str, Any], instances: int = 1, step_ms: float = 0.0, device: str = "cpu", echo: Path = ECHO
 ) -> Iterator[TritonServer]:
     """A server with the repository of `write_repository`, ready."""
     from inflight_tools.launcher import TritonServer
 
     with (
         tempfile.TemporaryDirectory() as folder,
-        TritonServer(write_repository(Path(folder), options, instances, step_ms, device)) as server,
+        TritonServer(write_repository(Path(folder), options, instances, step_ms, device, echo)) as server,
     ):
         yield server
 
@@ -97,6 +106,19 @@ def cpu_by_kind(server: TritonServer) -> dict[str, float]:
             kind = kind_of(pid)
             found[kind] = found.get(kind, 0.0) + cpu_seconds(pid)
     return found
+
+
+def stub_threads(server: TritonServer) -> dict[int, float]:
+    """CPU time so far of the stubs' threads, by id.  While streams run, the sender threads use most."""
+    from inflight_tools.processes import session_members
+
+    assert server.process is not None
+    stubs = [pid for pid in session_members(server.process.pid) if kind_of(pid) == "stub"]
+    return {
+        int(task.name): int((task / "schedstat").read_text().split()[0]) / 1e9
+        for pid in stubs
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    }
 
 
 def wait_for_rest(server: TritonServer) -> None:
@@ -134,11 +156,13 @@ def tensors(inputs: dict[str, Any]) -> list[Any]:
 
 @dataclass
 class Answer:
-    """When the responses to a request came, in `time.perf_counter()` seconds, and their token ids if it wants them."""
+    """When the responses to a request came, in `time.perf_counter()` seconds, with their token ids, or without them
+    their text."""
 
     sent: float
     times: list[float] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    text: bytes = b""
 
 
 class Streams:
@@ -192,24 +216,41 @@ class Streams:
             answer = self._answers[int(response.id)]
             answer.times.append(time.perf_counter())
             token_ids = result.as_numpy("token_ids")
-            answer.token_ids += [] if token_ids is None else token_ids.ravel().tolist()
+            if token_ids is not None:
+                answer.token_ids += token_ids.ravel().tolist()
+            elif response.outputs:
+                answer.text += b"".join(result.as_numpy("text_output").ravel())
         if final:
             self._ended.release()
 
 
-def stream_all(address: str, requests: list[dict[str, Any]]) -> list[Answer]:
-    """Submit requests `{prompt, out}` at once, greedy and ignoring the end of sequence; returns all answers."""
+# The outputs of a response beside its text, for each number of outputs that benchmarks compare.
+OUTPUTS = {
+    1: {},
+    2: {"return_token_ids": True},
+    4: {"return_token_ids": True, "return_finish_reason": True, "return_num_output_tokens": True},
+}
+
+
+def stream_all(address: str, requests: list[dict[str, Any]], outputs: int = 2) -> list[Answer]:
+    """Submit requests `{prompt, out}` at once, greedy and ignoring the end of sequence; returns all answers.
+
+    `outputs` is the number of outputs, a key of `OUTPUTS`; with one, all requests must have the same answer.
+    """
     with Streams(address) as streams:
         answers = [
             streams.submit(
                 {
                     "input_ids": request["prompt"],
                     "sampling": {"temperature": 0, "max_tokens": request["out"], "ignore_eos": True},
-                    "return_token_ids": True,
+                    **OUTPUTS[outputs],
                 }
             )
             for request in requests
         ]
         streams.wait(len(requests))
+    if outputs == 1:
+        assert len({answer.text for answer in answers}) == 1, "equal requests without the same text"
+        return answers
     assert [len(answer.token_ids) for answer in answers] == [request["out"] for request in requests]
     return answers

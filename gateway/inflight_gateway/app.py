@@ -170,7 +170,7 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[dict[str, Connections]]:
-        yield {STATE: Connections(options.max_connections, options.header_timeout)}
+        yield {STATE: Connections(options.max_connections, options.header_timeout, options.send_timeout)}
         await shared.close()
         on_stop()
 

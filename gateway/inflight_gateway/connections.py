@@ -1,6 +1,7 @@
-"""Connections of clients: how many, and how long one may take to send the head of a request.
+"""Connections of clients: how many, and how long one may take to send the head of a request, or to read its answer.
 
-uvicorn limits neither.  Without limits, clients that send nothing use up the process's file descriptors.
+uvicorn limits none of these.  Without limits, clients that send nothing use up the process's file descriptors, and
+clients that read nothing the requests that may be open.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from asyncio.events import TimerHandle
 from http import HTTPStatus
 from typing import Any, cast
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from inflight_gateway.errors import APIError
 from inflight_gateway.response_headers import new_request_id
@@ -34,10 +35,12 @@ class Connections:
     Args:
         limit: maximum number; lowered to what the process can open.
         header_timeout: seconds for the head of a request to arrive.
+        send_timeout: seconds in which a client must read some of what waits for it.
     """
 
-    def __init__(self, limit: int, header_timeout: float) -> None:
+    def __init__(self, limit: int, header_timeout: float, send_timeout: float = 60.0) -> None:
         self.header_timeout = header_timeout
+        self.send_timeout = send_timeout
         self._limit = min(limit, max(1, _descriptors() - _SPARE_DESCRIPTORS))
         if self._limit < limit:
             _log.warning("max_connections=%d: lowered to %d, what `ulimit -n` leaves", limit, self._limit)
@@ -122,6 +125,9 @@ class ClientConnection(HttpToolsProtocol):
     """A connection.  While it has no request, a timer runs: for the head of one, or until its first byte."""
 
     _timer: TimerHandle | None = None
+    _send_timer: TimerHandle | None = None  # while more waits for the client than may be added to
+    _unsent = 0
+    _answers: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the one that came last
     _has_request = False
     _is_idle = False  # nothing has arrived since the last request
 
@@ -135,8 +141,20 @@ class ClientConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._disarm_send()
         self._registry.closed(self)
+        if self._answers is not None:  # uvicorn tells `cycle` only: of several requests on their way, the last
+            self._answers.disconnected = True
+            self._answers.message_event.set()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_client()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm_send()
 
     def data_received(self, data: bytes) -> None:
         was_idle, self._is_idle = self._is_idle, False
@@ -148,7 +166,10 @@ class ClientConnection(HttpToolsProtocol):
         self._has_request = True
         self._disarm()
         self._registry.works(self)
+        waiting = len(self.pipeline)
         super().on_headers_complete()
+        if len(self.pipeline) == waiting:  # it does not wait for an earlier one
+            self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
 
     def on_message_complete(self) -> None:
@@ -158,6 +179,8 @@ class ClientConnection(HttpToolsProtocol):
             self._wait()
 
     def on_response_complete(self) -> None:
+        if self.pipeline:
+            self._answers = self.pipeline[-1][0]
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:  # no further request has arrived already
             self._has_request = False
@@ -188,6 +211,23 @@ class ClientConnection(HttpToolsProtocol):
         lines = [status, *(f"{name.lower()}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("ascii") + body)
         self.transport.close()
+
+    def _watch_client(self) -> None:
+        """Look again after `send_timeout`: a client that has read nothing by then would keep its request for ever."""
+        self._disarm_send()
+        self._unsent = self.transport.get_write_buffer_size()
+        self._send_timer = self.loop.call_later(self._registry.send_timeout, self._look_at_client)
+
+    def _look_at_client(self) -> None:
+        if self.transport.get_write_buffer_size() < self._unsent:
+            self._watch_client()
+        else:
+            self.transport.abort()
+
+    def _disarm_send(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _wait(self) -> None:
         self._is_idle = True

@@ -49,6 +49,7 @@ class GatewayOptions:
         max_connections: maximum number of connections per process; a new one closes the one that has waited longest
             without a request, or is refused with 503 if all have requests.
         header_timeout: maximum seconds for the head of a request to arrive.
+        send_timeout: seconds after which a client that reads nothing of what waits for it loses its connection.
         request_timeout: maximum seconds for a request; None: no limit.
         keep_alive_seconds: seconds without an event after which a stream sends a comment.
         strict: refuse unknown keys in request bodies instead of ignoring them with a warning.
@@ -90,6 +91,7 @@ class GatewayOptions:
     max_open_requests: int = 1024
     max_connections: int = 4096
     header_timeout: float = 20.0
+    send_timeout: float = 60.0
     reconnect_timeout: float = 60.0
     request_timeout: float | None = 600.0
     keep_alive_seconds: float = 15.0
@@ -134,7 +136,7 @@ class GatewayOptions:
         for name in (*positive, "routing_prefix_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
-        for name in ("request_timeout", "header_timeout", "body_timeout", "keep_alive_seconds"):
+        for name in ("request_timeout", "header_timeout", "send_timeout", "body_timeout", "keep_alive_seconds"):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ValueError(f"{name}={value}: must be above 0 seconds")

@@ -22,8 +22,8 @@ def test_a_figure_is_every_match_of_its_pattern(tree):
 
 
 def test_imports_come_from_the_tree(tree, capsys):
-    assert paired.environment(tree)["PYTHONPATH"].split(":")[:3] == [
-        str(tree / n) for n in ("backend", "client", "tools")
+    assert paired.environment(tree)["PYTHONPATH"].split(":")[:4] == [
+        str(tree / n) for n in ("backend", "client", "gateway", "tools")
     ]
 
 

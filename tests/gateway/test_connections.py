@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 from scripted_client import text
 
 from inflight_gateway import connections
-from inflight_gateway.connections import Connections, HeadWithBody
+from inflight_gateway.connections import ClientConnection, Connections, HeadWithBody
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 15\r\n\r\n"
 BODY = b'{"prompt": "a"}'
@@ -62,6 +63,35 @@ async def test_pipelined_requests_are_answered_before_the_connection_is_idle(sta
     writer.close()
 
 
+async def test_a_client_that_hangs_up_on_pipelined_requests_cancels_the_one_that_is_answered(start):
+    front = await start(lambda request: [*text("a", finish=None), asyncio.Event()])
+    body = b'{"prompt": "a", "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body)
+    reader, writer = await connect(front, (head + body) * 3)
+    await reader.readuntil(b'"text":"a"')
+    writer.transport.abort()
+    await front.client.streams[0].cancelled.wait()
+    while front.gateway.metrics.open_requests:
+        await asyncio.sleep(0.01)
+    assert len(front.client.streams) == 1, "no later request is sent for a client that is gone"
+
+
+async def test_pipelined_streams_come_in_order(start):
+    """With bodies of a known length, and in pieces with extensions and trailers."""
+    front = await start(lambda request: text(request.prompt, "z"))
+    sent = []
+    for number in range(30):
+        body = b'{"prompt": "p%d", "stream": true}' % number
+        pieces = b"5;a=b\r\n%b\r\n%x\r\n%b\r\n0\r\nX-A: b\r\n\r\n" % (body[:5], len(body) - 5, body[5:])
+        known = b"Content-Length: %d\r\n\r\n%b" % (len(body), body)
+        framed = b"Transfer-Encoding: chunked\r\n\r\n" + pieces
+        sent.append(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\n" + (framed if number % 2 else known))
+    reader, writer = await connect(front, b"".join(sent))
+    answers = [await reader.readuntil(b"[DONE]") for _ in sent]
+    assert all(b'"text":"p%d"' % number in answer for number, answer in enumerate(answers))
+    writer.close()
+
+
 async def test_an_idle_connection_is_closed(start, monkeypatch):
     monkeypatch.setattr(connections, "IDLE_SECONDS", 0.1)
     front = await start(ok, header_timeout=LONG)
@@ -109,6 +139,60 @@ async def test_more_connections_than_allowed_are_refused(start):
     assert all([(await answer(one[0])).startswith(b"HTTP/1.1 200") for one in busy])
     for _, one in [*busy, (reader, writer)]:
         one.close()
+
+
+async def stopped_reading(front: Any, monkeypatch: Any) -> tuple[socket.socket, ClientConnection]:
+    """A client that asks for a long stream and reads nothing, and its connection once much waits for it."""
+    paused: asyncio.Queue[ClientConnection] = asyncio.Queue()
+    pause, made = ClientConnection.pause_writing, ClientConnection.connection_made
+
+    def with_small_buffer(self: ClientConnection, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 18)
+        made(self, transport)
+
+    monkeypatch.setattr(ClientConnection, "connection_made", with_small_buffer)
+    monkeypatch.setattr(ClientConnection, "pause_writing", lambda self: (pause(self), paused.put_nowait(self)))
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 18)
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", int(front.url.rpartition(":")[2])))
+    body = b'{"prompt": "slow", "stream": true}'
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+    await loop.sock_sendall(client, head.encode() + body)
+    return client, await paused.get()
+
+
+def long(request: Any) -> Any:
+    """More than the kernel's buffers take."""
+    return text("a") if request.prompt != "slow" else [*text("x" * 8_000_000, finish=None), asyncio.Event()]
+
+
+async def test_a_client_that_reads_nothing_loses_its_connection(start, monkeypatch):
+    front = await start(long, send_timeout=0.05, max_open_requests=1)
+    client, _ = await stopped_reading(front, monkeypatch)
+    await front.client.streams[0].cancelled.wait()
+    while front.gateway.metrics.open_requests:
+        await asyncio.sleep(0.01)
+    assert (await front.post("/v1/completions", {"prompt": "a"})).status_code == 200
+    client.close()
+
+
+async def test_a_client_that_reads_slowly_keeps_its_connection(start, monkeypatch):
+    front = await start(long, send_timeout=LONG)
+    client, connection = await stopped_reading(front, monkeypatch)
+    for _ in range(3):
+        waiting = connection.transport.get_write_buffer_size()
+        while connection.transport.get_write_buffer_size() >= waiting:
+            await asyncio.get_running_loop().sock_recv(client, 1 << 20)
+            await asyncio.sleep(0)
+        connection._look_at_client()
+        assert not connection.transport.is_closing()
+    while not connection.transport.is_closing():  # what the kernel's buffers take counts as read
+        connection._look_at_client()
+        await asyncio.sleep(0.01)
+    await front.client.streams[0].cancelled.wait()
+    client.close()
 
 
 async def test_what_is_no_http_has_an_error_object(start):

@@ -110,6 +110,9 @@ def gateway(
     max_open_requests: Annotated[int, typer.Option(min=1, help="Requests at the same time, per process.")] = 1024,
     max_connections: Annotated[int, typer.Option(min=1, help="Connections at the same time, per process.")] = 4096,
     header_timeout: Annotated[float, typer.Option(help="Seconds for the head of a request to arrive.")] = 20.0,
+    send_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a client that reads nothing of its answer loses its connection.")
+    ] = 60.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
     max_bodies_bytes: Annotated[
         int, typer.Option(min=1, help="Size of all bodies that arrive at the same time, per process.")
@@ -171,6 +174,7 @@ def gateway(
         max_open_requests=max_open_requests,
         max_connections=max_connections,
         header_timeout=header_timeout,
+        send_timeout=send_timeout,
         max_body_bytes=max_body_bytes,
         max_bodies_bytes=max_bodies_bytes,
         strict=strict,
