@@ -40,7 +40,7 @@ def config(path: str, **options: Any) -> EngineConfig:
 
 
 def check(path: str, **options: Any) -> None:
-    """What a load does before it reads or makes a weight."""
+    """As a load does before it reads or makes a weight."""
     made = config(path, **options)
     check_weights_fit(made, read_config(made), torch.bfloat16, CPU)
 
@@ -115,7 +115,7 @@ def test_a_damaged_header_is_named_with_its_file(codes: str, tmp_path: Path, cha
 def test_any_damage_of_a_header_ends_in_one_line(
     codes: str, tmp_path: Path, length: float, changes: list[tuple[float, bytes]]
 ) -> None:
-    """Or is not noticed, where it renames a tensor or changes what nobody reads."""
+    """Or is not noticed, where it renames a tensor or changes what is not read."""
     content = bytearray((Path(codes) / "model.safetensors").read_bytes())
     size = 8 + int.from_bytes(content[:8], "little")
     for place, change in changes:
