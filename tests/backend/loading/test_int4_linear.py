@@ -1,10 +1,10 @@
-"""Weights in four bits: the search of codes, the layer, and which checkpoints and options get it."""
+"""Weights in four bits on a GPU: their codes, the layer, and which checkpoints and options get it."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,10 +19,13 @@ from nightly import nightly_but
 from paged_case import relative_error
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
+from inflight.attention.hf import IMPLEMENTATION
 from inflight.config import ConfigError, EngineConfig
+from inflight.kernels.cpu.weight_format import INT4
 from inflight.kernels.gpu.gpu_int4 import GpuInt4
 from inflight.kernels.registry import select_int4
 from inflight.loading import loader
@@ -30,8 +33,9 @@ from inflight.loading.checkpoint import weights
 from inflight.loading.checkpoint.stored_checkpoint import FORMATS
 from inflight.loading.load_errors import LoadError
 from inflight.loading.loader import load
-from inflight.loading.quantization.int4_linear import Int4Codes, Int4Linear
-from inflight.loading.quantization.int4_search import bytes_of, quantised
+from inflight.loading.quantization.coded_linear import CodedLinear
+from inflight.loading.quantization.cpu_int4 import CpuInt4
+from inflight.loading.quantization.int4_linear import Int4Codes, Int4Linear, bytes_of, quantised
 from inflight.loading.quantization.packing import Header
 from inflight.loading.quantization.stored_weight import Coded
 from inflight.loading.recognise.projection import Projection
@@ -47,38 +51,8 @@ FOUR_BITS = [
 DTYPES = {torch.int32: "I32", torch.int64: "I64", torch.float16: "F16"}
 
 
-def off(weight: torch.Tensor) -> float:
-    """Relative error of the codes that are found."""
-    return relative_error(quantised(weight).dequantised(torch.float32), weight)
-
-
-def test_the_search_is_better_than_rounding_to_the_range() -> None:
-    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
-    groups = weight.view(64, -1, 32)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    scale = (high - low) / 15
-    plain = (((groups - low) / scale).round() * scale + low).view_as(weight)
-    assert off(weight) < 0.97 * relative_error(plain, weight) < 0.1
-
-
-def test_weights_that_have_codes_are_found() -> None:
-    """Sixteen values at equal distances in each group; the same ones in any part of a large weight."""
-    steps = torch.arange(16.0).repeat(4)
-    weight = torch.stack([(steps - 8) / 8, (steps - 3) / 100, steps, -steps])
-    assert off(weight) < 0.004  # scale and min are rounded to eight bits
-    part, whole = (quantised(rows).dequantised(torch.float32) for rows in (weight[2:3], weight))
-    assert torch.equal(part, whole[2:3])
-
-
-@pytest.mark.parametrize("value", [0.0, 1.5, -0.25])
-def test_constant_groups(value: float) -> None:
-    weight = torch.full((3, 64), value)
-    weight[1, 32:] = 0
-    assert (quantised(weight).dequantised(torch.float32) - weight).abs().max() < 0.004
-
-
 def test_bytes() -> None:
-    made = quantised(torch.randn(40, 96))
+    made = quantised(torch.randn(40, 96), None, CPU)
     parts = (made.codes, made.scales, made.offsets, made.factors)
     assert bytes_of(40, 96) == sum(part.nbytes for part in parts if part is not None)
 
@@ -211,9 +185,13 @@ def test_what_is_dequantised_as_before(path: str, small_card: None, options: dic
     assert not layers_of(loaded(path, check_on_load=False, **options))
 
 
-def test_int4_beside_codes_quantizes_what_is_left(path: str, small_card: None) -> None:
+def test_int4_beside_codes_quantizes_what_is_left(
+    path: str, small_card: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unweighted: tokens cannot run through a model that is partly on a card."""
     write(path, "awq", except_for=("mlp.up_proj",))
     found = layers_of(loaded(path, quantization="int4", check_on_load=False))
+    assert "errors in all weights count the same: others are on cuda:0" in caplog.text
     assert len(found) == 7
     assert {name for name, made in found.items() if made.factors is not None} == {"model.layers.0.mlp.up_proj"}
     assert len({id(made._ops) for made in found.values()}) == 1, "one scratch for all"
@@ -229,6 +207,23 @@ def test_the_option_quantizes_at_load(tmp_path: Path, small_card: None) -> None:
         found = made.int4_weight.dequantised(torch.float32).cpu()
         assert relative_error(found, plain[f"{name}.weight"].bfloat16().float()) < 0.08
         assert made.codes.device.type == "cuda"
+
+
+@pytest.mark.parametrize("model_type", nightly_but(["llama"], ["llama", "qwen3_moe", "phi3"]))
+def test_codes_are_those_of_a_cpu(model_type: str, tmp_path: Path, small_card: None) -> None:
+    """Every number, to the last bit: errors are weighed by the same mean squares of inputs."""
+    torch.set_num_threads(1)
+    path = make_checkpoint(model_type, tmp_path, **({} if model_type == "qwen3_moe" else {"intermediate_size": 64}))
+    on_card = layers_of(loaded(path, quantization="int4", check_on_load=False))
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, attn_implementation=IMPLEMENTATION)
+    plain = {name: model.get_submodule(name).weight.data.clone() for name in on_card}
+    CpuInt4().place(model, model.config, CPU, verify=False)
+    weighed = 0
+    for name, made in on_card.items():
+        codes = cast(CodedLinear, model.get_submodule(name)).codes()
+        assert torch.equal(made.int4_weight.dequantised(torch.float32).cpu(), codes.dequantize()), name
+        weighed += not torch.equal(codes.dequantize(), INT4.encode(plain[name]).dequantize())
+    assert weighed > len(on_card) / 2
 
 
 @pytest.mark.nightly

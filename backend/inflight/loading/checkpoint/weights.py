@@ -26,6 +26,7 @@ from inflight.hub import gguf_file, snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.headless import is_classifier, is_encoder
 from inflight.loading.checkpoint.kept_codes import saved_by_codes
+from inflight.loading.checkpoint.plausible import check_sizes
 from inflight.loading.checkpoint.tensor_files import headers_of, weight_files
 from inflight.loading.load_errors import LoadError, in_models_code, in_one_line
 from inflight.loading.quantization import fp8_linear
@@ -64,8 +65,16 @@ def check_weights_fit(config: EngineConfig, hf_config: Any, dtype: torch.dtype, 
     """Compare the size of the weights with the free memory before reading or making them.
 
     Raises:
-        LoadError: they do not fit (by how much), or a file is damaged.
+        LoadError: they do not fit (by how much), a file is damaged, or config.json describes another model.
     """
+    files = _files(config) if config.load_format != "dummy" else []
+    if files and all(file.is_file() for file in files):
+        check_sizes(
+            f"{config.model!r} ({hf_config.model_type}) cannot be loaded",
+            hf_config.get_text_config(decoder=True),
+            {name: stored.shape for name, stored in _stored(config).items()},
+            lambda: from_config(config, hf_config, dtype, torch.device("meta")),
+        )
     if _is_dequantised(config):
         model = from_config(config, hf_config, dtype, torch.device("meta"))
         need = sum(parameter.nbytes for parameter in model.parameters())
@@ -140,7 +149,8 @@ def _header(model: str, file: Path) -> dict[str, _Stored]:
             f"{model!r}: {file.name} is damaged, or contains more than tensors: {in_one_line(error)}"
         ) from error
     except (SafetensorError, OSError, RuntimeError, EOFError) as error:
-        raise LoadError(f"{model!r}: a {file.suffix} file is damaged or incomplete; download it again") from error
+        why = in_one_line(error)
+        raise LoadError(f"{model!r}: {file.name} is damaged or incomplete ({why}); download it again") from error
 
 
 def _safetensors_header(file: Path) -> dict[str, _Stored]:

@@ -20,6 +20,7 @@ from inflight.kernels.cpu.cpu_linear import PackedWeight, unsupported_weight
 from inflight.kernels.cpu.library import discard, unavailable
 from inflight.kernels.cpu.stored_codes import StoredCodes, dequantized, joined, outputs_of
 from inflight.kernels.cpu.weight_format import Codes, Formats, Values, WeightFormat
+from inflight.loading.load_errors import LoadError
 from inflight.loading.quantization.block_weight import BlockWeight
 from inflight.loading.quantization.stored_weight import ROWS, Coded, StoredWeight, shortest
 
@@ -170,12 +171,17 @@ def quantise(model: nn.Module, formats: Formats, importance: Mapping[str, Tensor
 
     Args:
         importance: of the inputs of some layers, by path; see `WeightFormat.encode`.
+
+    Raises:
+        LoadError: a weight is infinite or not a number.
     """
     shared = shared_weights(model)
     for name, (linear, format) in layers_in(model, formats).items():
         codes = format.encode(linear.weight.data.contiguous(), importance.get(name))
         if isinstance(codes, Values):
             continue
+        if codes.scales is not None and not bool(codes.scales.isfinite().all()):
+            raise LoadError(f"{name}.weight has infinite or undefined numbers; download the checkpoint again")
         size = linear.out_features, linear.in_features
         model.set_submodule(name, CodedLinear(codes, size, linear.bias, linear.weight.dtype))
         if linear.weight.data_ptr() not in shared:

@@ -44,7 +44,7 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
     perplexity of 13.98 instead of 13.40 (`shuffled`), with at most 32 times the median square of a token 13.45.
 
     Layers without a finite result are left out, such as an expert that saw no token; so are layers behind a failure of
-    the model's code, and all of a model of more than 16 billion weights.
+    the model's code, and all of a model of more than 16 billion weights or with some on a GPU already.
 
     Args:
         names: paths in `model`.
@@ -59,6 +59,11 @@ def mean_squares(model: nn.Module, names: Collection[str], text_config: Any) -> 
             "billion weights, and measuring is for at most %.0f billion",
             count / 1e9,
             _MOST_WEIGHTS / 1e9,
+        )
+        return {}
+    if away := next((x.device for x in (*model.parameters(), *model.buffers()) if x.device.type != "cpu"), None):
+        _log.warning(
+            "inputs of linear layers are not measured, so errors in all weights count the same: others are on %s", away
         )
         return {}
     enter_phase("measuring inputs")

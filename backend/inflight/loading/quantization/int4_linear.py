@@ -1,29 +1,41 @@
 """Linear layers with weights in four bits on a GPU: those of a checkpoint in its own codes, or quantised at load.
 
-Inputs stay in 16 bits.  `kernels/gpu/gpu_int4.py` computes products; `ops/int4.py` says what they mean.
+Inputs stay in 16 bits.  `kernels/gpu/gpu_int4.py` computes products; `ops/int4.py` says what they mean.  Codes are
+chosen on the host, by the function that chooses those of a CPU: they are the same on both.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from inflight.kernels.cpu.weight_format import INT4, Codes4
 from inflight.kernels.registry import no_int4, select_int4
 from inflight.loading.load_errors import LoadError, in_one_line
 from inflight.loading.quantization.fp8_linear import decoder_linears, replace_linears
-from inflight.loading.quantization.int4_search import GROUP, quantised
 from inflight.loading.quantization.stored_weight import Coded, StoredWeight, shortest
 from inflight.ops.int4 import ZERO, Int4Ops, Int4Weight, span_of, tiled
 
-__all__ = ["Int4Codes", "Int4Linear", "fits", "quantize_linears", "stays_in_codes", "unsupported"]
+__all__ = [
+    "Int4Codes",
+    "Int4Linear",
+    "bytes_of",
+    "fits",
+    "fitting_linears",
+    "quantised",
+    "quantize_linears",
+    "stays_in_codes",
+    "unsupported",
+]
 
 _log = logging.getLogger(__name__)
 
+_GROUP = Codes4.input_group
 _DTYPES = (torch.bfloat16, torch.float16)
 _TOLERANCE = 8  # of a product's relative error, in units of the dtype's rounding
 _PARTS = ("codes", "scales", "offsets", "factors")
@@ -43,9 +55,29 @@ def stays_in_codes(quantization: str | None, device: torch.device, dtype: torch.
     return quantization not in ("int8", "fp8") and unsupported(device, dtype) is None
 
 
-def fits(num_inputs: int, group: int = GROUP) -> bool:
+def fits(num_inputs: int, group: int = _GROUP) -> bool:
     """Whether the kernel supports layers with so many inputs, and so many of them to a scale."""
     return num_inputs % group == 0 and span_of(num_inputs, group) is not None
+
+
+def bytes_of(num_outputs: int, num_inputs: int) -> int:
+    """Bytes of a quantised weight."""
+    return num_outputs * (num_inputs // 2 + 2 * (num_inputs // _GROUP) + 8)
+
+
+def quantised(weight: Tensor, importance: Tensor | None, device: torch.device) -> Int4Weight:
+    """The weight in four bits, on `device`, that is nearest to a plain one [N, K] in float32, bfloat16 or float16.
+
+    An output with a weight that is not finite has a factor that is not a number.
+
+    Args:
+        importance: see `WeightFormat.encode`.
+    """
+    codes, span = INT4.encode(weight.cpu().contiguous(), importance), span_of(weight.shape[1], _GROUP)
+    assert isinstance(codes, Codes4) and span is not None
+    scales, mins = (x.t().contiguous().to(device) for x in (codes.group_scales, codes.group_mins))
+    factors = torch.stack((codes.scales, codes.mins)).to(device)
+    return Int4Weight(tiled(codes.values.to(device), span), scales, mins, factors)
 
 
 class Int4Linear(nn.Module):
@@ -79,10 +111,10 @@ class Int4Linear(nn.Module):
         ops.prepare(weight, dtype)
 
     @classmethod
-    def quantized(cls, linear: nn.Linear, device: torch.device, ops: Int4Ops) -> Int4Linear:
-        """The layer on `device`, its weight rounded."""
+    def quantized(cls, linear: nn.Linear, importance: Tensor | None, device: torch.device, ops: Int4Ops) -> Int4Linear:
+        """The layer on `device`, its weight rounded; see `quantised`."""
         bias = None if linear.bias is None else linear.bias.data.to(device)
-        return cls(quantised(linear.weight.data.to(device)), bias, None, linear.weight.dtype, ops)
+        return cls(quantised(linear.weight.data, importance, device), bias, None, linear.weight.dtype, ops)
 
     @classmethod
     def merged(cls, parts: Sequence[Int4Linear]) -> Int4Linear:
@@ -180,30 +212,39 @@ def _of_stored(weight: StoredWeight, device: torch.device) -> Int4Weight:
     )
 
 
-def quantize_linears(model: nn.Module, hf_config: Any, device: torch.device, verify: bool) -> nn.Module:
+def fitting_linears(model: nn.Module, hf_config: Any) -> dict[str, nn.Linear]:
+    """The linear layers of the decoder layers that are plain and can be in four bits, by their paths in `model`."""
+    found = decoder_linears(model, hf_config)
+    return {name: linear for name, linear in found.items() if fits(linear.in_features)}
+
+
+def quantize_linears(
+    model: nn.Module, hf_config: Any, importance: Mapping[str, Tensor], device: torch.device, verify: bool
+) -> nn.Module:
     """Quantise the linear layers of the decoder layers that are not in codes yet, and move everything to `device`.
 
     A weight is freed as soon as it is quantised: `device` takes no more than the result and one layer.
 
     Args:
+        importance: of the inputs of some layers, by path; see `WeightFormat.encode`.
         verify: compare products of each size with those of the dequantised weight.
 
     Raises:
         LoadError: there is nothing to quantise, or a product is wrong on this device.
     """
-    names = [name for name, linear in decoder_linears(model, hf_config).items() if fits(linear.in_features)]
+    names = list(fitting_linears(model, hf_config))
     stored = next((module for module in model.modules() if isinstance(module, Int4Linear)), None)
     if not names and stored is None:
         raise LoadError(
             f'quantization="int4" is not supported: {type(model).__name__} has no linear layer in its decoder layers '
-            f"whose inputs are a multiple of {GROUP}; remove it"
+            f"whose inputs are a multiple of {_GROUP}; remove it"
         )
     ops, verified = select_int4(device) if stored is None else stored._ops, set[Any]()
 
     def make(linear: nn.Linear, name: str) -> nn.Module:
-        if not bool(linear.weight.isfinite().all()):
+        made = Int4Linear.quantized(linear, importance.get(name), device, ops)
+        if not bool(made.factors.isfinite().all()):  # type: ignore[union-attr]
             raise LoadError(f"{name}.weight has infinite or undefined numbers; download the checkpoint again")
-        made = Int4Linear.quantized(linear, device, ops)
         if verify and (why := _wrong(made, verified)) is not None:
             raise LoadError(f'quantization="int4" does not work here: the product of {name} {why}; remove it')
         return made

@@ -15,6 +15,7 @@ from inflight.loading.quantization.stored_weight import Coded
 __all__ = ["DAMAGED", "FLOATS", "Format", "Header", "Packing", "checked", "order_of", "scales_of", "unpacked"]
 
 FLOATS = ("F16", "BF16", "F32")  # dtypes of scales, as safetensors call them
+_LARGEST = 2.0**100  # of a scale: its product with a code is finite
 DAMAGED = "download the checkpoint again"
 
 
@@ -101,12 +102,14 @@ def scales_of(name: str, scales: Tensor) -> Tensor:
         name: of the tensor.
 
     Raises:
-        LoadError: a scale is not a number or infinite, or all are zero.
+        LoadError: a scale is not a number, infinite or of a size that no weight has, or all are zero.
     """
     scales = scales.to(torch.float32).contiguous()
     if not bool(scales.isfinite().all()):
         raise LoadError(f"{name} has infinite or undefined scales; {DAMAGED}")
-    if not bool(scales.any()):
+    if (largest := float(scales.abs().max())) > _LARGEST:
+        raise LoadError(f"{name} has a scale of {largest:.3g}, which weights cannot have; {DAMAGED}")
+    if not largest:
         raise LoadError(f"{name}: all of its scales are zero; {DAMAGED}")
     return scales
 

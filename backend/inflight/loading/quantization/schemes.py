@@ -17,7 +17,7 @@ __all__ = ["check_scheme", "scheme_of"]
 
 _DEFAULT_HEAD_BITS = 8
 
-_SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8(), "int4": Int4()}
+_SCHEMES: dict[str | None, Scheme] = {None: Plain(), "int8": Int8(), "fp8": Fp8()}
 _WITH_HEAD_BITS = ("int8", "int4")
 _HEADS: dict[int, WeightFormat] = {4: INT4, 6: INT6, 8: FINE_INT8, 16: PLAIN}
 
@@ -25,10 +25,11 @@ _HEADS: dict[int, WeightFormat] = {4: INT4, 6: INT6, 8: FINE_INT8, 16: PLAIN}
 def scheme_of(config: EngineConfig) -> Scheme:
     """The scheme that `quantization` in model.json asks for; the name of how a checkpoint is stored asks for none."""
     name = None if config.quantization in STORED else config.quantization
-    if config.device != "cpu" or name not in _WITH_HEAD_BITS:
-        return _SCHEMES[name]
-    head = _HEADS[config.head_bits or _DEFAULT_HEAD_BITS]
-    return Int8(head) if name == "int8" else CpuInt4(head, measures=config.load_format == "auto")
+    measures = config.load_format == "auto"  # not of random weights
+    if config.device == "cpu" and name in _WITH_HEAD_BITS:
+        head = _HEADS[config.head_bits or _DEFAULT_HEAD_BITS]
+        return Int8(head) if name == "int8" else CpuInt4(head, measures)
+    return Int4(measures) if name == "int4" else _SCHEMES[name]
 
 
 def check_scheme(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> None:
