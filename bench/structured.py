@@ -48,11 +48,13 @@ def schema(number: int = 0) -> GrammarSpec:
 
 
 class Bench:
-    def __init__(self, model: str, rows: int, tokens: int, dtype: str, threads: int) -> None:
+    def __init__(
+        self, model: str, rows: int, tokens: int, dtype: str, threads: int, quantization: str | None = None
+    ) -> None:
         path = str(common.DEMO) if model == "demo" else common.checkpoint(dtype=dtype)
         self.rows, self.tokens = rows, tokens
         sizes = {"max_num_seqs": rows, "max_model_len": 1024, "cpu_threads": threads}
-        self.core = common.engine({"model": path, "device": "cpu", "dtype": dtype, **sizes})
+        self.core = common.engine({"model": path, "device": "cpu", "dtype": dtype, "quantization": quantization, **sizes})
         self._drafter = self.core.scheduler.policies.drafter
         self._next_id = 0
 

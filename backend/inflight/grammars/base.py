@@ -39,6 +39,13 @@ class Grammar(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
 
+    def known(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """The tokens that come for certain, behind 0, 1, 2 ... of the drafts: a mask would allow each alone.
+
+        Up to the first place with a choice, and to the first token that differs from its draft; one more than the drafts
+        at most.
+        """
+
     def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:
         """How many of `token_ids`, chosen behind 0, 1, 2 ... of the drafts, need no mask.
 
