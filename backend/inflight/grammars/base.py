@@ -42,8 +42,8 @@ class Grammar(Protocol):
     def known(self, draft_token_ids: Sequence[int]) -> list[int]:
         """The tokens that come for certain, behind 0, 1, 2 ... of the drafts: a mask would allow each alone.
 
-        Up to the first place with a choice, and to the first token that differs from its draft; one more than the drafts
-        at most.
+        Up to the first place with a choice, and to the first token that differs from its draft; at most one more than
+        there are drafts.
         """
 
     def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:

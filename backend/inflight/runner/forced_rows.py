@@ -1,7 +1,7 @@
 """Tokens that a grammar forces need no logits: their rows are computed like those of a prompt.
 
-A mask would admit one token in their places, so the head, and the rest of the last layer, run for the other places only.
-Log probabilities are of logits: a row that wants them keeps all of its own.
+A mask would admit one token in their places, so the head, and the rest of the last layer, run for the other places
+only.  Log probabilities are of logits: a row that wants them keeps all of its own.
 """
 
 from __future__ import annotations
