@@ -40,11 +40,7 @@ class Grammar(Protocol):
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
 
     def known(self, draft_token_ids: Sequence[int]) -> list[int]:
-        """The tokens that come for certain, behind 0, 1, 2 ... of the drafts: a mask would allow each alone.
-
-        Up to the first place with a choice, and to the first token that differs from its draft; at most one more than
-        there are drafts.
-        """
+        """The tokens that masks would admit alone behind 0, 1, 2 ... of the drafts, up to one that is not the draft."""
 
     def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:
         """How many of `token_ids`, chosen behind 0, 1, 2 ... of the drafts, need no mask.

@@ -26,7 +26,7 @@ class ForcedTokens:
     Attributes:
         out: the step without the drafts that they confirm.
         tokens: row -> its first tokens.
-        has_drafts: of these rows, those that have drafts in the step itself.
+        has_drafts: the rows among them with drafts in the step itself.
     """
 
     out: SchedulerOutput
