@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """The cost of structured output: throughput, masks, and the first token of a new schema.
 
-    python bench/structured.py [--model demo|60m] [--rows 32] [--tokens 128] [--rounds 5] [--output FILE]
+    python bench/structured.py [--model demo|60m] [--quantization int8] [--rows 32] [--tokens 128] [--rounds 5]
+        [--output FILE]
 
 `plain` and `constrained` generate the same number of tokens in as many rows, in one process and in turn: the
 constrained rows write JSON of a schema that does not end before `--tokens`.  These models have not learned that: most
@@ -48,11 +49,15 @@ def schema(number: int = 0) -> GrammarSpec:
 
 
 class Bench:
-    def __init__(self, model: str, rows: int, tokens: int, dtype: str, threads: int) -> None:
+    def __init__(
+        self, model: str, rows: int, tokens: int, dtype: str, threads: int, quantization: str | None = None
+    ) -> None:
         path = str(common.DEMO) if model == "demo" else common.checkpoint(dtype=dtype)
         self.rows, self.tokens = rows, tokens
         sizes = {"max_num_seqs": rows, "max_model_len": 1024, "cpu_threads": threads}
-        self.core = common.engine({"model": path, "device": "cpu", "dtype": dtype, **sizes})
+        self.core = common.engine(
+            {"model": path, "device": "cpu", "dtype": dtype, "quantization": quantization, **sizes}
+        )
         self._drafter = self.core.scheduler.policies.drafter
         self._next_id = 0
 
@@ -107,8 +112,17 @@ def cpu_ratio(plain: list[tuple[float, float]], others: list[tuple[float, float]
 
 def main() -> None:
     model, dtype = common.choice(["demo", "60m"], "demo"), common.choice(["bfloat16", "float32"], "float32")
-    arguments = common.options(__doc__, model=model, rows=32, tokens=128, rounds=5, dtype=dtype, threads=2)
-    bench = Bench(arguments.model, arguments.rows, arguments.tokens, arguments.dtype, arguments.threads)
+    arguments = common.options(
+        __doc__, model=model, rows=32, tokens=128, rounds=5, dtype=dtype, threads=2, quantization=""
+    )
+    bench = Bench(
+        arguments.model,
+        arguments.rows,
+        arguments.tokens,
+        arguments.dtype,
+        arguments.threads,
+        arguments.quantization or None,
+    )
     runs: dict[str, list[tuple[float, float]]] = {"plain": [], "constrained": [], "drafts off": [], "all allowed": []}
     bench.throughput(None)
     bench.throughput(schema())

@@ -39,6 +39,9 @@ class Grammar(Protocol):
     def advance(self, token_ids: Sequence[int]) -> None:
         """The sequence got these tokens, end of sequence included.  Never raises: see `error`."""
 
+    def known(self, draft_token_ids: Sequence[int]) -> list[int]:
+        """The tokens that masks would admit alone behind 0, 1, 2 ... of the drafts, up to one that is not the draft."""
+
     def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:
         """How many of `token_ids`, chosen behind 0, 1, 2 ... of the drafts, need no mask.
 

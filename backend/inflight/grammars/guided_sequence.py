@@ -101,6 +101,14 @@ class GuidedSequence:
             self.check()
             self.error = self.error or f"the grammar cannot go on: it does not allow token {rest[0]}"
 
+    def known(self, draft_token_ids: Sequence[int]) -> list[int]:
+        run = [] if self.error else self._forced_run()
+        run = run[: len(draft_token_ids) + 1]
+        for place, (token, draft) in enumerate(zip(run, draft_token_ids), 1):
+            if token != draft:
+                return run[:place]
+        return run
+
     def settle(self, draft_token_ids: Sequence[int], token_ids: list[int], certain: Sequence[bool]) -> int:
         if self.error:
             return 0

@@ -17,6 +17,7 @@ from inflight.loading.pooler import load_pooler
 from inflight.loading.startup import load_or_reuse
 from inflight.runner import cpu_threads
 from inflight.runner.adapters import attach_adapters
+from inflight.runner.forced_rows import ForcedRows
 from inflight.runner.kv_tiers import make_tiers
 from inflight.runner.pooling import RowPooling
 from inflight.runner.prompt_logprobs import PromptLogprobs
@@ -72,6 +73,7 @@ class BaseRunner:
         info.pooler = pooler.facts
         info.tiers = make_tiers(config, loaded)
         self.pooling = RowPooling(pooler, config.max_num_seqs, device)
+        self.forced = ForcedRows(info.grammars, self.state)
 
     def fill_rows(self, out: SchedulerOutput) -> None:
         """Store the tokens and parameters of rows that enter, and drafts; once per step."""
@@ -79,6 +81,7 @@ class BaseRunner:
         self.prompt_logprobs.fill_rows(out)
         self.pooling.fill_rows(out)
         self.faults.fill_rows(out.new_rows)
+        self.forced.fill_rows(out.new_rows)
 
     def forget_steps(self) -> None:
         """Wait for the device, and forget the steps that were launched and not collected.

@@ -81,6 +81,7 @@ class ModelRunner(BaseRunner):
             hook.step(out, inputs.metadata)
         asked = self.prompt_logprobs.asked(out, inputs.metadata.query_start_loc_cpu)
         inputs, pooled = self.pooling.split(out, inputs)
+        inputs, forced = self.forced.split(out, inputs)
         keep, ask, read = (upload(one, self.device) for one in (inputs.logits_indices, asked.indices, pooled.indices))
         input_ids, slots = self.state.input_ids(inputs), inputs.slot_of_token[inputs.logits_indices]
         positions = inputs.position_of_token[inputs.logits_indices] + 1
@@ -88,7 +89,7 @@ class ModelRunner(BaseRunner):
         with forward_context(inputs.metadata, self.backend):
             logits, more, hidden = self.forward.run(input_ids, inputs.positions, keep, ask, read)
         forward_end = time.monotonic()
-        step = self._sample(out, inputs, logits, sampling, slots, positions)
+        step = forced.completed(self._sample(forced.out, inputs, logits, sampling, slots, positions))
         step.prompt_logprobs = asked.launch(more, upload(asked.next_token_ids, self.device)).take()
         step.forward_end = forward_end
         self.pooling.launch(pooled, hidden).give(step)

@@ -1,7 +1,7 @@
 """Drafts of the tokens that a grammar forces: one step computes several, instead of one step each.  No torch.
 
 The engine emits the target's choice under the grammar's masks.  Where a text is forced, a mask admits one token, the
-tokenizer's; on a CPU it is set without a mask (`Grammar.settle`).
+tokenizer's; on a CPU it is taken without a mask and, as a rule, without logits (`Grammar.known`).
 """
 
 from __future__ import annotations
@@ -65,9 +65,8 @@ class GrammarDrafter(EngineListener):
             self._inner.observe(request, num_drafts, num_accepted)
 
     def _proposed_by_inner(self, request: Request, num_unknown: int, limit: int) -> Sequence[int]:
-        if self._inner is None or not self._inner.active:
-            return ()
-        return self._inner.propose(request, num_unknown, limit)
+        inner = self._inner
+        return () if inner is None or not inner.active else inner.propose(request, num_unknown, limit)
 
 
 @dataclass(slots=True)
