@@ -67,9 +67,7 @@ ENGINES: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("adapters")
-    return {
-        name: make_adapter(folder / name, str(CHECKPOINT), seed=seed) for seed, name in enumerate(("one", "two"))
-    }
+    return {name: make_adapter(folder / name, str(CHECKPOINT), seed=seed) for seed, name in enumerate(("one", "two"))}
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +118,7 @@ def sequences_of(found: dict[str, Any]) -> dict[str, dict[int, list[int]]]:
     return {name: sequences for name, (sequences, _) in found.items()}
 
 
-@pytest.mark.parametrize("options", nightly_but([ENGINES[0], ENGINES[11]], ENGINES), ids=str)
+@pytest.mark.parametrize("options", nightly_but([ENGINES[0]], ENGINES), ids=str)
 def test_answers_with_warm_tiers_are_those_without(
     options: dict[str, Any], adapters: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -143,6 +141,36 @@ def test_answers_with_warm_tiers_are_those_without(
     assert sequences_of(found) == expected_next
     cached = {name: counts[0] for name, (_, counts) in found.items()}
     assert cached.pop("prompt_logprobs") == 0
-    assert min(cached.values()) >= 64, cached
-    assert reader.info.tiers.num_hits >= 64 * len(cached)
+    if "num_gpu_blocks_override" in options:  # a small pool lends few blocks: who would wait for long computes
+        assert reader.info.tiers.num_hits
+    else:
+        assert min(cached.values()) >= 64, cached
+        assert reader.info.tiers.num_hits >= 64 * len(cached)
     reader.info.tiers.close(60)
+
+
+def test_engines_of_two_versions_share_a_directory_that_is_too_small(tmp_path: Path) -> None:
+    """Two engines of one version and one of another evict each other's files all the time: their answers do not change."""
+    bound = 2**20
+    versions: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}]
+    tiers = [{"type": "disk", "path": str(tmp_path), "size": str(bound)}]
+    engines = [(version, engine(versions[version], tiers)) for version in (0, 0, 1)]
+    asked = {name: ASKED[name] for name in ("greedy", "n", "tenant")}
+    rounds = [{name: prompt(10 * number + place) for place, name in enumerate(asked)} for number in range(3)]
+    expected = [
+        [sequences_of(served(plain, asked, {}, turns)) for turns in rounds] for plain in map(engine, versions, [[], []])
+    ]
+    seen: set[str] = set()
+    for number in (0, 1, 2, 0, 1, 2):
+        for version, core in engines:
+            core = assembly.make_core(core.config, core.runner)  # nothing is cached
+            assert sequences_of(served(core, asked, {}, rounds[number])) == expected[version][number]
+            seen |= {path.name for path in tmp_path.rglob("*") if len(path.name) == 32 and path.is_file()}
+    for _, core in engines:
+        core.info.tiers.close(60)
+        assert not core.info.tiers.tiers[0].errors
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) <= bound * 33 // 32 * len(engines)
+    assert len(seen) > len(files), "some were evicted"
+    assert len({path.parents[1].name for path in files if len(path.name) == 32}) == 2
+    assert sum(core.info.tiers.num_hits for _, core in engines)

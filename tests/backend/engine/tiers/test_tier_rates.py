@@ -156,9 +156,7 @@ def test_loading_is_never_slower_than_computing(extents: dict[bytes, bytes], del
         assert max(ratios[6000]) < (0.35 if beside else 0.1), ratios
 
 
-def seconds_of(
-    rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int
-) -> list[tuple[float, int]]:
+def seconds_of(rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int) -> list[tuple[float, int]]:
     """Of a new engine: to the first token of the conversation, two times, and the tokens that came from the medium."""
     medium = Medium()
     medium.rate, medium.delay = rate or float("inf"), delay
