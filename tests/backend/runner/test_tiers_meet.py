@@ -150,7 +150,7 @@ def test_answers_with_warm_tiers_are_those_without(
 
 
 def test_engines_of_two_versions_share_a_directory_that_is_too_small(tmp_path: Path) -> None:
-    """Two engines of one version and one of another evict each other's files all the time: their answers do not change."""
+    """Two of one version and one of another evict each other's files all the time: their answers do not change."""
     bound = 2**20
     versions: list[dict[str, Any]] = [{}, {"dtype": "bfloat16"}]
     tiers = [{"type": "disk", "path": str(tmp_path), "size": str(bound)}]
