@@ -73,9 +73,11 @@ class Medium(MemoryStore):
                 continue
             free_at, thread = heapq.heappop(self._free_at)
             start = max(now, free_at)
-            seconds = {"_find": lambda: FIND_SECONDS * len(args[0]), "_load": lambda: self._seconds_of(args[1])}
-            end = start + seconds.get(work.__name__, float)()
-            if work.__name__ == "_load":
+            end = start
+            if work.__name__ == "_find":
+                end += FIND_SECONDS * len(args[0])
+            elif work.__name__ == "_load":
+                end += self._seconds_of(args[1])
                 self.rig.tiers.tiers[0]._began[thread] = start
             heapq.heappush(self._in_progress, (end, start, thread, (future, work, args)))
 
