@@ -1,4 +1,4 @@
-"""Chats with a real model whose engine and server are killed between their turns: the answers of an undisturbed engine."""
+"""Chats with a real model whose engine and server are killed between turns: the answers of an undisturbed engine."""
 
 from __future__ import annotations
 
