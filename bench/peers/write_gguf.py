@@ -1,4 +1,4 @@
-"""A checkpoint with the architecture of Qwen3 or of a llama as a GGUF file in 16 bits, for llama.cpp: `python write_gguf.py FOLDER FILE`.
+"""A checkpoint with the architecture of Qwen3 or a llama as a GGUF file in 16 bits: `python write_gguf.py FOLDER FILE`.
 
 `llama-quantize FILE OUTPUT Q4_0` then makes its other types.  The vocabulary is a numbering: engines that are timed get
 token ids.
