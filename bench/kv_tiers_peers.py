@@ -1,8 +1,8 @@
 """Another engine for `bench/kv_tiers.py`: llama.cpp, whose server saves the KV of a slot in a file and restores it.
 
-`bench/peers/write_gguf.py` writes the checkpoint in 16 bits, once.  llama.cpp keeps KV in 16 bits, as Inflight does.  Its
-client names the file of a conversation and asks for it (`POST /slots/0?action=restore`), so that is a part of the time to
-the first token.  The file has no checksum: `believes_a_changed_byte` says whether one is restored as if it were right.
+`bench/peers/write_gguf.py` writes the checkpoint in 16 bits, once.  llama.cpp keeps KV in 16 bits, as Inflight does.
+Its client names the file of a conversation and asks for it (`POST /slots/0?action=restore`), so that is a part of the
+time to the first token.  `believes_a_changed_byte` says whether a file is restored of which a byte was changed.
 """
 
 from __future__ import annotations
