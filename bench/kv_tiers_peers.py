@@ -2,7 +2,7 @@
 
 `bench/peers/write_gguf.py` writes the checkpoint in 16 bits, once.  llama.cpp keeps KV in 16 bits, as Inflight does.
 Its client names the file of a conversation and asks for it (`POST /slots/0?action=restore`), so that is a part of the
-time to the first token.  `believes_a_changed_byte` says whether a file is restored of which a byte was changed.
+time to the first token.  `believes_a_changed_byte` says whether it restores a file with a changed byte.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def gguf(arguments: dict[str, Any]) -> Path:
 
 
 def store(conversation: list[int], arguments: dict[str, Any]) -> common.Run:
-    """Leave the conversation's file in the folder, and see what becomes of a changed byte."""
+    """Leave the conversation's file in the folder, and try to restore one with a changed byte."""
     with _Server(arguments) as server:
         server.first_token(conversation)
         server.slot("save")

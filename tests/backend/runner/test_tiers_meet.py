@@ -26,7 +26,7 @@ BLOCK = 4
 LENGTH = 150  # tokens of a prompt; an extent has 64
 LIST = '{"type": "array", "items": {"enum": ["one", "two"]}, "minItems": 3, "maxItems": 5}'
 
-# What requests of one engine ask for, each with a prompt of its own.
+# Parameters of the requests of one engine; each has a prompt of its own.
 ASKED: dict[str, dict[str, Any]] = {
     "greedy": {},
     "n": {"n": 3, "temperature": 0.9, "seed": 5},
