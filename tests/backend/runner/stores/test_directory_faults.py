@@ -361,7 +361,7 @@ def killed_at(moment: int, folder: Path) -> bool:
 
 @pytest.mark.nightly
 def test_a_writer_is_killed_at_every_call(tmp_path: Path) -> None:
-    """What it leaves is whole, also where it replaces what an earlier one has left, and the next one is not held up."""
+    """It leaves whole files and at most one unfinished one, and does not hold up the next writer."""
     moment = 0
     while killed_at(moment, tmp_path / str(moment)):
         folder = tmp_path / str(moment)
