@@ -24,6 +24,7 @@ def free(prices: DraftPrices, num_sequences: int) -> None:
     prices.price, prices.room = 0.01, 64
 
 
+@pytest.mark.nightly  # eight loads
 def test_a_model_and_its_draft_model_are_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
