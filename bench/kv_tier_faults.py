@@ -4,8 +4,8 @@
     python bench/kv_tier_faults.py [--rounds 3] [--answers 40] [--output FILE]
 
 Two streams go round twelve conversations of 1,300 tokens, for whose KV the pool has no room; a third stream sends a
-prompt of five tokens all the time.  Every answer must be the one that an engine without tiers gives.
-The demo model, one core for each engine, and a `redis-server`.
+prompt of five tokens all the time.  Every answer must be that of an engine without tiers.  The demo model, one core for
+each engine, and a `redis-server`.
 
     without     no tiers: each conversation is computed
     healthy     from Redis
