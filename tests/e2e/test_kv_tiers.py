@@ -159,36 +159,6 @@ def test_a_disk_that_is_full_or_can_only_be_read_or_is_gone_fails_no_request(
 
 
 @pytest.mark.nightly
-def test_models_of_two_versions_share_a_folder_that_is_too_small(
-    triton: TritonServer, tmp_path: Path, expected: Expected
-) -> None:
-    """Two engines of one version and one of another, which need 23 MB, evict each other's files."""
-    size = 12 * 2**20
-    entry = {"kv_tiers": [{"type": "disk", "path": str(tmp_path / "kv"), "size": str(size)}], "kv_cache_memory": "8MiB"}
-    with loaded(triton, one=entry, same=entry, other={**entry, "dtype": "bfloat16"}, plain={"dtype": "bfloat16"}):
-        wanted = {name: {seed: expected[seed] for seed in range(6)} for name in ("one", "same")}
-        wanted["other"] = say(triton, "plain", *range(6))
-        seen: set[Path] = set()
-
-        def hits() -> float:
-            return sum(count(triton, name, "vllm:external_prefix_cache_hits_total") for name in wanted)
-
-        for _ in range(_ATTEMPTS):
-            for name in ("one", "same", "other"):
-                for seed in (0, 2, 4, 4, 2, 0):
-                    found = say(triton, name, seed, seed + 1)
-                    assert found == {number: wanted[name][number] for number in (seed, seed + 1)}, name
-                    seen |= {*extents(tmp_path / "kv")}
-            if seen - {*extents(tmp_path / "kv")} and len({path.parts[-3] for path in seen}) == 2 and hits():
-                break
-        left = extents(tmp_path / "kv")
-        assert seen - {*left}, "some were evicted"
-        assert len({path.parts[-3] for path in seen}) == 2, "the versions have folders of their own"
-        assert sum(path.stat().st_size for path in left) <= size * 35 // 32, "each may exceed it by 1 / 32"
-        assert hits()
-
-
-@pytest.mark.nightly
 @needs_redis
 def test_a_redis_that_stops_and_dies_under_load_fails_no_request(
     triton: TritonServer, tmp_path: Path, expected: Expected
