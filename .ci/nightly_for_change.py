@@ -27,6 +27,7 @@ ROOMS = {
     "backend/inflight/engine/": [
         "tests/backend/engine",
         "tests/backend/runner/test_kv_tiers.py",
+        "tests/backend/runner/test_tiers_meet.py",
         "tests/backend/test_speculation.py",
         "tests/real_model",
     ],
@@ -50,6 +51,7 @@ ROOMS = {
     "backend/inflight/loading/": [
         "tests/backend/loading",
         "tests/backend/test_hot_spare.py",
+        "tests/e2e/test_kept_weights.py",
         "tests/backend/runner/test_parity.py",
         "tests/gpu/test_gpu_fp8.py",
         "tests/gpu/test_gpu_int4.py",
@@ -60,6 +62,7 @@ ROOMS = {
     "backend/inflight/runner/": [
         "tests/backend/runner",
         "tests/backend/emulated",
+        "tests/e2e/test_kept_chats.py",
         "tests/e2e/test_kv_tiers.py",
         "tests/gpu/test_gpu_device_runner.py",
         "tests/gpu/test_gpu_graphs.py",

@@ -2,12 +2,14 @@
 """KV tiers: a long conversation that returns in a new process, and what tiers cost where they find nothing.
 
     python bench/kv_tiers.py [--model llama-60m-rand] [--prompt 8000] [--rounds 5] [--parts returns ...] [--output FILE]
+                             [--llama-cpp FOLDER]
 
 Every run is an engine in a fresh process, with the kept weights of an earlier one, and a disk tier in a temporary
 folder.  The sides of a part alternate.
 
     returns     seconds to the first token of a stored prompt: computed without tiers; from files in the page cache
-                (warm); and with the files dropped from it (cold)
+                (warm); and with the files dropped from it (cold).  With --llama-cpp also llama-server of that folder,
+                whose client saves the slot and restores it (kv_tiers_peers.py)
     misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them; and which
                 share of the CPU time is the tier's, in its threads and in the engine's
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
@@ -29,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import kv_tiers_peers
 
 PARTS = {
     "returns": ("computed", "warm", "cold"),
@@ -263,10 +266,13 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
     if part == "returns":
         for side in ("warm", "cold"):
             assert all(run["hits"] for run in runs[side]), f"{side}: nothing was found"
-        equal = all(len({tuple(run["tokens"]) for run in found}) == 1 for found in zip(*runs.values()))
+        ours = [runs[side] for side in PARTS[part]]
+        equal = all(len({tuple(run["tokens"]) for run in found}) == 1 for found in zip(*ours))
+        computed = {side: side.replace("warm", "computed").replace("cold", "computed") for side in runs}
         faster = {
-            side: {name: common.median_ratio(runs["computed"], runs[side], name) for name in ("seconds", "cpu_seconds")}
-            for side in ("warm", "cold")
+            side: {name: common.median_ratio(runs[other], runs[side], name) for name in ("seconds", "cpu_seconds")}
+            for side, other in computed.items()
+            if side != other
         }
         return {"medians": common.medians(runs, "seconds", "cpu_seconds"), "faster": faster, "equal": equal}
     if part == "misses":
@@ -291,6 +297,19 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
     return {"medians": common.medians(runs, "p50", "p99"), **ratios}
 
 
+def run_side(side: str, arguments: dict[str, Any]) -> common.Run:
+    """In a fresh process: Inflight's, or the peer's server."""
+    if side not in kv_tiers_peers.SIDES:
+        return common.in_fresh_process(__file__, side, arguments)
+    return kv_tiers_peers.run(side, question(arguments), in_folder_of_peer(arguments), drop_pages)
+
+
+def in_folder_of_peer(arguments: dict[str, Any]) -> dict[str, Any]:
+    folder = Path(arguments["folder"]) / "llama.cpp"
+    folder.mkdir(exist_ok=True)
+    return {**arguments, "folder": f"{folder}/"}
+
+
 def figures(run: common.Run) -> str:
     return "  ".join(f"{name} {value:.4g}" for name, value in run.items() if isinstance(value, int | float))
 
@@ -307,6 +326,7 @@ def main() -> None:
         threads=os.cpu_count(),
         kv_cache_memory="2GiB",
         parts=common.choice(PARTS),
+        llama_cpp=dict(default="", help="a folder with llama-server, which runs beside Inflight"),
     )
     common.checkpoint(args.model, args.dtype)
     folder = tempfile.mkdtemp(prefix="inflight-kv-")
@@ -315,10 +335,13 @@ def main() -> None:
         stored = common.in_fresh_process(__file__, "store", arguments)
         print(f"stored {stored['bytes'] / 2**20:.0f} MiB")
         found, summary = {}, {}
+        if peers := kv_tiers_peers.names(arguments):
+            summary["llama.cpp"] = kv_tiers_peers.store(tokens(args.prompt), in_folder_of_peer(arguments))
+            summary["llama.cpp"]["version"] = kv_tiers_peers.version(arguments)
+            print(f"llama.cpp: {summary['llama.cpp']}")
         for part in args.parts:
-            found[part] = common.alternate(
-                PARTS[part], args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), figures
-            )
+            sides = PARTS[part] + (peers if part == "returns" else ())
+            found[part] = common.alternate(sides, args.rounds, lambda side, _: run_side(side, arguments), figures)
             summary[part] = summary_of(part, found[part])
             print(f"{part}: {summary[part]}", flush=True)
     finally:

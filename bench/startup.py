@@ -13,6 +13,8 @@ ready.  The file of kept weights is made by a start that is not timed.
     killed, spare   from SIGKILL of an engine with kept weights to the next token of a short request: a spare process
                     has them mapped and has run a token
     killed          the same without a spare process
+    second          a second engine with a spare process of its own, as another tritonserver has them: until it is
+                    ready; and the memory of the first two processes and of all four in MiB, each page counted once
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 
 import common
 
-SIDES = ("full", "kept", "full, cold", "kept, cold", "killed, spare", "killed")
+SIDES = ("full", "kept", "full, cold", "kept, cold", "killed, spare", "killed", "second")
 
 
 def start(options: dict[str, Any], keep: str) -> float:
@@ -86,6 +88,31 @@ def killed(options: dict[str, Any], keep: str) -> common.Run:
     return {"seconds": seconds, "pss": sum(memory)}
 
 
+def second(options: dict[str, Any], keep: str) -> common.Run:
+    """Seconds until the second of two engines is ready, and the memory of one and of both, with their spare ones."""
+    from inflight.config import EngineConfig
+    from inflight.frontend.engine_client.engine_launcher import EngineLauncher
+    from inflight.frontend.engine_client.engine_process import EngineProcess, engine_command
+
+    config = EngineConfig.from_dict(options)
+    launchers = [EngineLauncher(config, engine_command(config), {"INFLIGHT_CACHE": keep}) for _ in range(2)]
+    engines: list[EngineProcess] = []
+    figures: common.Run = {}
+    for launcher, name in zip(launchers, ("pss_of_one", "pss_of_two")):
+        begun = time.perf_counter()
+        engine = launcher.launch()
+        assert isinstance(engine, EngineProcess)
+        engine.wait_ready(600)
+        figures["seconds"] = time.perf_counter() - begun
+        engines.append(engine)
+        spares = [one._fork_server for one in launchers if one._fork_server is not None]
+        figures[name] = sum(pss(process.pid) for process in (*engines, *spares))
+    for engine, launcher in zip(engines, launchers):
+        engine.stop(polite=False)
+        launcher.close()
+    return figures
+
+
 def pss(pid: int) -> float:
     """A process's share of the memory, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -112,8 +139,10 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
         "cpu_threads": args.threads,
         "kv_cache_memory": "1GiB",
         "max_model_len": 2048,
-        "spare_engine": side == "killed, spare",
+        "spare_engine": side in ("killed, spare", "second"),
     }
+    if side == "second":
+        return second(options, cache)
     if side.startswith("killed"):
         return killed(options, cache)
     return {"seconds": start(options, "off" if side.startswith("full") else cache)}
@@ -137,7 +166,7 @@ def main() -> None:
                 args.sides,
                 args.rounds,
                 lambda side, _, model=model, cache=cache: run(model, side, cache, args),  # type: ignore[misc]
-                lambda figures: f"{figures['seconds']:6.2f} s",
+                lambda figures: "  ".join(f"{name} {value:.2f}" for name, value in figures.items()),
             )
         finally:
             shutil.rmtree(cache)

@@ -1,4 +1,4 @@
-"""A checkpoint with Qwen3's architecture as a GGUF file in 16 bits, for llama.cpp: `python write_gguf.py FOLDER FILE`.
+"""A checkpoint with the architecture of Qwen3 or a llama as a GGUF file in 16 bits: `python write_gguf.py FOLDER FILE`.
 
 `llama-quantize FILE OUTPUT Q4_0` then makes its other types.  The vocabulary is a numbering: engines that are timed get
 token ids.
@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 
 def write(folder: Path, file: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] != "qwen3":
-        raise SystemExit(f"{folder} has the architecture {config['model_type']}; this script converts qwen3 only")
-    writer = gguf.GGUFWriter(file, "qwen3")
+    kind = config["model_type"]
+    if kind not in ("qwen3", "llama"):
+        raise SystemExit(f"{folder} has the architecture {kind}; this script converts qwen3 and llama only")
+    writer = gguf.GGUFWriter(file, kind)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])
@@ -37,12 +38,19 @@ def write(folder: Path, file: Path) -> None:
     writer.add_token_types([gguf.TokenType.NORMAL] * config["vocab_size"])
     writer.add_token_merges([f"{tokens[0]} {tokens[1]}"])
     writer.add_eos_token_id(config["eos_token_id"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    arch = gguf.MODEL_ARCH.QWEN3 if kind == "qwen3" else gguf.MODEL_ARCH.LLAMA
+    names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
+    heads = {"q_proj.weight": config["num_attention_heads"], "k_proj.weight": config["num_key_value_heads"]}
     for name, weight in load_file(folder / "model.safetensors").items():
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
-        kind = torch.float32 if weight.ndim == 1 else torch.float16
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.to(kind).numpy())
+        rotated = next((count for ending, count in heads.items() if name.endswith(ending)), None)
+        if kind == "llama" and rotated is not None:  # llama.cpp rotates neighbours, transformers the halves of a head
+            halves = weight.reshape(rotated, 2, config["head_dim"] // 2, -1)
+            weight = halves.swapaxes(1, 2).reshape(weight.shape).contiguous()
+        dtype = torch.float32 if weight.ndim == 1 else torch.float16
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), weight.to(dtype).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -101,6 +101,22 @@ def test_a_file_that_is_cut_while_it_is_mapped_ends_the_engine_and_the_next_one_
         engine.close()
 
 
+@pytest.mark.nightly  # tests/backend/loading/test_mapped_writes.py has what tells
+def test_a_file_that_is_rewritten_in_place_is_not_taken_from_the_spare(place: Place) -> None:
+    """By a tool that sets its times again: the next engine verifies it, and loads in full."""
+    expected = greedy_reference(place.checkpoint, [PROMPT], [20])[0]
+    before = place.file.stat()
+    with place.file.open("r+b") as file:
+        file.seek(-100_000, os.SEEK_END)
+        file.write(b"\xff" * 4096)
+    os.utime(place.file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    engine = place.engine()
+    try:
+        assert generated(engine) == expected
+    finally:
+        engine.close()
+
+
 @pytest.mark.nightly  # imports transformers; test_engine_launcher.py shows what follows
 def test_a_spare_that_was_made_before_weights_were_kept_says_that_it_is_outdated(place: Place) -> None:
     elsewhere = place.file.rename(place.file.with_suffix(".elsewhere"))

@@ -46,6 +46,7 @@ GROUPS = {
         "draining",
         "frontend_fake_engine",
         "grouping",
+        "kept_chats",
         "kept_weights",
         "kubernetes",
         "kv_tiers",

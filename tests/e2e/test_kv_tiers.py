@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,8 @@ from model_entries import CHECKPOINT, loaded
 from offline import make_core, run, tokens
 from processes_of import engine_process
 from redis_rig import RedisServer, needs_redis
+from small_disk import can_only_be_read, small_disk
+from tier_load import CANARY, OUTPUT, TierLoad, conversation
 from typer.testing import CliRunner
 from wire import GrpcStream, gauges, wait_for
 
@@ -19,21 +20,27 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
-LENGTH = 1300  # tokens of a prompt; an extent has 256
-OUTPUT = 12
+LENGTH = 1300  # tokens of a conversation; an extent has 256
+SEEDS = 12
 _ATTEMPTS = 10  # a busy machine can take longer to read than the engine expects to compute
 
 
-def prompt(seed: int) -> list[int]:
-    return [random.Random(seed).randrange(10, 2000) for _ in range(LENGTH)]
+class Expected(dict[int | None, list[int]]):
+    """The engine's answers without tiers, computed when they are asked for: by the seed; None: the canary's."""
+
+    def __init__(self) -> None:
+        self._core = make_core(str(CHECKPOINT))
+
+    def __missing__(self, seed: int | None) -> list[int]:
+        prompt = CANARY if seed is None else conversation(seed)
+        params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+        self[seed] = tokens(run(self._core, [prompt], [params])[0, 0])
+        return self[seed]
 
 
 @pytest.fixture(scope="module")
-def expected() -> dict[int, list[int]]:
-    """The engine's answers without tiers, by the seed of the prompt."""
-    params = [SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)] * 6
-    offline = run(make_core(str(CHECKPOINT)), [prompt(seed) for seed in range(6)], params)
-    return {seed: tokens(offline[seed, 0]) for seed in range(6)}
+def expected() -> Expected:
+    return Expected()
 
 
 def say(server: TritonServer, model: str, *seeds: int) -> dict[int, list[int]]:
@@ -42,7 +49,7 @@ def say(server: TritonServer, model: str, *seeds: int) -> dict[int, list[int]]:
         for seed in seeds:
             params = {"max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0}
             stream.send(
-                str(seed), input_ids=prompt(seed), stream=True, return_token_ids=True, sampling_parameters=params
+                str(seed), input_ids=conversation(seed), stream=True, return_token_ids=True, sampling_parameters=params
             )
         stream.wait(*map(str, seeds))
         assert not [answer.error for answer in stream.answers.values() if answer.error]
@@ -69,7 +76,7 @@ def tiered(triton: TritonServer, folder: Path) -> Iterator[TritonServer]:
         yield triton
 
 
-def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, expected: dict[int, list[int]]) -> None:
+def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, expected: Expected) -> None:
     assert say(tiered, "tiered", 0) == {0: expected[0]}
     wait_for(lambda: len(extents(folder)) >= LENGTH // 256)
     for _ in range(_ATTEMPTS):
@@ -84,9 +91,7 @@ def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, 
     assert "disk: " in found.output and "extents read" in found.output, found.output
 
 
-def test_damaged_files_are_found_and_computed(
-    tiered: TritonServer, folder: Path, expected: dict[int, list[int]]
-) -> None:
+def test_damaged_files_are_found_and_computed(tiered: TritonServer, folder: Path, expected: Expected) -> None:
     say(tiered, "tiered", 1)
     wait_for(lambda: len(extents(folder)) >= 2 * (LENGTH // 256))
     for _ in range(_ATTEMPTS):
@@ -109,9 +114,7 @@ def remove(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_folder_that_goes_away_fails_no_request(
-    tiered: TritonServer, folder: Path, expected: dict[int, list[int]]
-) -> None:
+def test_a_folder_that_goes_away_fails_no_request(tiered: TritonServer, folder: Path, expected: Expected) -> None:
     """At last a file is in its place."""
     remove(folder)
     assert say(tiered, "tiered", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
@@ -123,20 +126,67 @@ def test_a_folder_that_goes_away_fails_no_request(
 
 
 @pytest.mark.nightly
-@needs_redis
-def test_a_redis_that_stops_and_dies_fails_no_request(
-    triton: TritonServer, tmp_path: Path, expected: dict[int, list[int]]
+def test_a_disk_that_is_full_or_can_only_be_read_or_is_gone_fails_no_request(
+    triton: TritonServer, tmp_path: Path, expected: Expected
 ) -> None:
+    """A conversation takes 2.6 MB, and all of them are twice the disk."""
+    everything = {seed: expected[seed] for seed in range(SEEDS)}
+    with small_disk(tmp_path / "disk", 16) as disk:
+        # A pool for three conversations.
+        tiers = [{"type": "disk", "path": str(disk / "kv"), "size": "1GiB"}]
+        with loaded(triton, small={"kv_tiers": tiers, "kv_cache_memory": "8MiB"}):
+            for _ in range(2):
+                for seed in range(0, SEEDS, 3):
+                    assert say(triton, "small", *range(seed, seed + 3)) == {
+                        n: expected[n] for n in range(seed, seed + 3)
+                    }
+            wait_for(lambda: count(triton, "small", "inflight_kv_tier_errors_total"))  # it was full
+            for _ in range(_ATTEMPTS):
+                assert say(triton, "small", *range(SEEDS)) == everything
+                if count(triton, "small", "vllm:external_prefix_cache_hits_total"):
+                    break
+            assert count(triton, "small", "vllm:external_prefix_cache_hits_total"), "what fits is still used"
+            can_only_be_read(disk)
+            engine_process(triton, "small").kill()
+            assert say(triton, "small", *range(SEEDS)) == everything
+            can_only_be_read(disk, only=False)
+            remove(disk / "kv")
+            (disk / "other").write_bytes(bytes(15 * 2**20))  # no extent fits any more
+            assert say(triton, "small", *range(SEEDS)) == everything
+        can_only_be_read(disk)
+        with loaded(triton, unwritable={"kv_tiers": tiers}):
+            assert say(triton, "unwritable", 0, 1, 2) == {seed: expected[seed] for seed in range(3)}
+
+
+@pytest.mark.nightly
+@needs_redis
+def test_a_redis_that_stops_and_dies_under_load_fails_no_request(
+    triton: TritonServer, tmp_path: Path, expected: Expected
+) -> None:
+    """The pool takes three conversations of twelve, so nearly every one comes from Redis, or is computed."""
     with (
         RedisServer(tmp_path) as redis,
-        loaded(triton, shared={"kv_tiers": [{"type": "redis", "url": redis.url}]}),
+        loaded(triton, shared={"kv_tiers": [{"type": "redis", "url": redis.url}], "kv_cache_memory": "8MiB"}),
     ):
-        assert say(triton, "shared", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
-        wait_for(lambda: redis.size() >= 2 * (LENGTH // 256))
-        redis.stop()
-        assert say(triton, "shared", 0, 1, 4) == {seed: expected[seed] for seed in (0, 1, 4)}
-        redis.go_on()
-        engine_process(triton, "shared").kill()
-        assert say(triton, "shared", 2, 3, 5) == {seed: expected[seed] for seed in (2, 3, 5)}
-        redis.kill()
-        assert say(triton, "shared", 0, 1, 2) == {seed: expected[seed] for seed in (0, 1, 2)}
+        assert say(triton, "shared", *range(SEEDS)) == {seed: expected[seed] for seed in range(SEEDS)}
+        streams = [range(0, SEEDS, 2), range(1, SEEDS, 2)]
+        assert expected[None]
+        with TierLoad(triton.grpc_address, "shared", expected, streams) as load:
+
+            def serve(what: str) -> None:
+                seconds = load.wait(answers=8)
+                print(f"{what:<20} first token of {len(seconds)} canaries: median {seconds[len(seconds) // 2]:.3f} s")
+
+            wait_for(lambda: count(triton, "shared", "vllm:external_prefix_cache_hits_total"), 120)
+            serve("as it should be")
+            redis.stop()
+            serve("stopped")
+            wait_for(lambda: count(triton, "shared", "inflight_kv_tier_errors_total"))
+            redis.go_on()
+            engine_process(triton, "shared").kill()
+            serve("an engine killed")
+            redis.stop()
+            redis.kill()
+            serve("killed")
+            with RedisServer(tmp_path, port=redis.port):
+                serve("another server")

@@ -73,7 +73,7 @@ class TierAdmission(EngineListener):
         self._tiers = loads.tiers
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
-        self._num_steps = 0
+        self._num_steps = self._longest = 0  # longest: tokens of the longest prompt whose cost was observed
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
@@ -97,6 +97,8 @@ class TierAdmission(EngineListener):
         self._num_steps += 1
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
+            ends = [done + num for done, num in zip(out.num_computed_tokens, out.num_scheduled_tokens) if num > 1]
+            self._longest = max(self._longest, *ends, 0)
 
     def ended(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
@@ -122,11 +124,10 @@ class TierAdmission(EngineListener):
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
         visit = _Visit(num_blocks, len(prefix), until, iter(tiers + tiers[:-1]))
-        has_logprobs = request.params.prompt_logprobs is not None
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
-            or (has_logprobs and request.num_prompt_logprobs < request.num_prompt_tokens)
+            or (request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens)
             or sum(not other.is_over for other in self._visits.values()) >= _MOST_WAITING
             or pool.most_reserved < size
             or not any(tier.is_open for tier in tiers)
@@ -214,7 +215,9 @@ class TierAdmission(EngineListener):
 
     def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
         """To compute the blocks of a request behind its first `num_cached`."""
-        size = self._loads.pool.block_size
-        if self._cost.largest_prefill < _MEASURED_TOKENS:
-            return (num_blocks - num_cached) * size * _UNMEASURED_SECONDS
-        return self._cost.cost.recompute_seconds(num_cached * size, num_blocks * size)
+        start, stop = (number * self._loads.pool.block_size for number in (num_cached, num_blocks))
+        if self._longest < _MEASURED_TOKENS:
+            return (stop - start) * _UNMEASURED_SECONDS
+        if stop > self._longest:  # short prompts do not tell what attention costs in long ones
+            return self._cost.cost.recompute_seconds(0, self._longest) * (stop - start) / self._longest
+        return self._cost.cost.recompute_seconds(start, stop)

@@ -12,8 +12,11 @@ that file systems with large folios keep them on huge pages.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import io
 import mmap
 import os
+import select
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,6 +34,7 @@ BLOCK = 2**25  # has a checksum of its own, so that several threads can check
 _MAX_HEADER = 2**26
 _MAX_THREADS = 4
 _MADV_POPULATE_READ = 22  # Linux 5.14
+_IN_MODIFY = 2  # of inotify(7): a file is written or cut
 
 
 class Damaged(Exception):
@@ -87,6 +91,7 @@ class MappedFile:
     def __init__(self, descriptor: int, key: str | None = None) -> None:
         self.header = read_header(descriptor, key)
         self._file = open(os.dup(descriptor), "rb", buffering=0)  # noqa: SIM115  it is closed with the mapping
+        self._writes = _watch(descriptor)  # before its bytes are verified
         self._state = _state(descriptor)
         layout = self.header.layout
         mapping = mmap.mmap(descriptor, layout.start + layout.size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
@@ -110,11 +115,11 @@ class MappedFile:
     @property
     def is_unchanged(self) -> bool:
         """Whether the file has not been written or cut since it was mapped.  Dropping it changes nothing."""
-        return _state(self._file.fileno()) == self._state
+        return self.is_of(self._file.fileno())
 
     def is_of(self, descriptor: int) -> bool:
         """Whether the descriptor is of this file, as it was when it was mapped."""
-        return _state(descriptor) == self._state
+        return _state(descriptor) == self._state and not (self._writes and select.select([self._writes], [], [], 0)[0])
 
 
 def read_header(descriptor: int, key: str | None = None) -> Header:
@@ -149,3 +154,19 @@ def _state(descriptor: int) -> tuple[int, int, int, int]:
     """Of a file; its times of use and of its names are not part of it."""
     found = os.fstat(descriptor)
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _watch(descriptor: int) -> io.FileIO | None:
+    """Readable as soon as the file is written or cut by any process of this machine, also in forks of this one.
+
+    A tool can set a modification time again; a change time is another after each use, and after a removal.
+
+    Returns:
+        None where the system has no more of these; then size and modification time tell.
+    """
+    libc = ctypes.CDLL(None)
+    watch = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    if watch < 0:
+        return None
+    libc.inotify_add_watch(watch, f"/proc/self/fd/{descriptor}".encode(), _IN_MODIFY)
+    return io.FileIO(watch)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from extents import blank, content, frames_of, key
 from nightly import nightly_but
+from small_disk import can_only_be_read, small_disk
 
 from inflight.engine.tiers.base import TornError
 from inflight.runner.stores import directory
@@ -21,6 +22,7 @@ from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.directory_size import evict
 
 SIZE = 20_000
+PIECE = 1200  # bytes of a write: some hundred moments
 NAMESPACE = "0f" * 16
 ROOM = 2**30
 
@@ -31,15 +33,10 @@ def store(tmp_path: Path) -> DirectoryStore:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,mode=700", "tmpfs", str(path)]
-    if subprocess.run(mount, stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("only root can mount a small disk")
-    yield path
-    subprocess.run(["umount", str(path)], check=True)
+    with small_disk(tmp_path / "disk", 1) as path:
+        yield path
 
 
 def write(store: DirectoryStore, number: int, size: int = SIZE) -> bool:
@@ -153,9 +150,9 @@ def test_a_directory_that_is_removed_is_made_again(store: DirectoryStore, tmp_pa
         write(store, 3)
 
 
-def test_a_full_disk_becomes_the_bound(small_disk: Path) -> None:
+def test_a_full_disk_becomes_the_bound(disk: Path) -> None:
     """Otherwise nothing new would ever be kept."""
-    store = DirectoryStore(small_disk, NAMESPACE, ROOM)
+    store = DirectoryStore(disk, NAMESPACE, ROOM)
     size, number = 2**16, 0
     with pytest.raises(OSError) as raised:
         for number in range(100):
@@ -165,14 +162,14 @@ def test_a_full_disk_becomes_the_bound(small_disk: Path) -> None:
     for later in range(number, 100):
         assert write(store, later, size)
         assert is_right(store, later, size)
-    assert not list(small_disk.rglob("*.part"))
+    assert not list(disk.rglob("*.part"))
     assert store.num_bytes <= 2**20
 
 
-def test_the_bound_of_a_disk_that_was_full_comes_back(small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = small_disk / "other"
+def test_the_bound_of_a_disk_that_was_full_comes_back(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = disk / "other"
     other.write_bytes(bytes(2**20 - 2**14))
-    store = DirectoryStore(small_disk / "kv", NAMESPACE, ROOM)
+    store = DirectoryStore(disk / "kv", NAMESPACE, ROOM)
     for _ in range(2):
         with pytest.raises(OSError, match=r"tier's size|No space"):
             write(store, 1, 2**16)
@@ -182,11 +179,11 @@ def test_the_bound_of_a_disk_that_was_full_comes_back(small_disk: Path, monkeypa
     assert write(store, 1, 2**16) and is_right(store, 1, 2**16)
 
 
-def test_a_disk_that_can_only_be_read_is_read(small_disk: Path) -> None:
-    store = DirectoryStore(small_disk, NAMESPACE, ROOM)
+def test_a_disk_that_can_only_be_read_is_read(disk: Path) -> None:
+    store = DirectoryStore(disk, NAMESPACE, ROOM)
     write(store, 1)
     os.utime(file(store, 1), (1, 1))
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    can_only_be_read(disk)
     assert is_right(store, 1)
     with pytest.raises(OSError) as raised:
         write(store, 2)
@@ -335,6 +332,51 @@ def test_of_a_killed_writer_whole_files_are_left(writers: int, tmp_path: Path) -
     assert not list(tmp_path.rglob("*.part"))
     os.close(told)
     os.close(tells)
+
+
+def killed_at(moment: int, folder: Path) -> bool:
+    """Whether a process that stores ten extents was killed before its call number `moment`, of all that write."""
+
+    def writes() -> None:
+        calls = itertools.count()
+
+        def counted(call: Callable[..., Any]) -> Callable[..., Any]:
+            def counts(*arguments: Any, **options: Any) -> Any:
+                if next(calls) == moment:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return call(*arguments, **options)
+
+            return counts
+
+        writev = os.writev
+        directory.os.writev = counted(lambda fd, buffers: writev(fd, [buffers[0][:PIECE]]))  # type: ignore[misc]
+        for name in ("open", "mkdir", "replace", "unlink", "stat"):
+            setattr(directory.os, name, counted(getattr(os, name)))
+        own = DirectoryStore(folder, NAMESPACE, ROOM)
+        for number in range(10):
+            write(own, number)
+
+    return os.WIFSIGNALED(os.waitpid(in_a_child(writes), 0)[1])
+
+
+@pytest.mark.nightly
+def test_a_writer_is_killed_at_every_call(tmp_path: Path) -> None:
+    """It leaves whole files and at most one unfinished one, and does not hold up the next writer."""
+    moment = 0
+    while killed_at(moment, tmp_path / str(moment)):
+        folder = tmp_path / str(moment)
+        store = DirectoryStore(folder, NAMESPACE, ROOM)
+        present = [is_right(store, number) for number in range(10)]
+        assert present == sorted(present, reverse=True), "they are written one after the other"
+        assert all(write(store, number) and is_right(store, number) for number in range(10))
+        parts = list(folder.rglob("*.part"))
+        assert len(parts) <= 1
+        for path in parts:
+            os.utime(path, (1, 1))
+        evict(folder, ROOM, 0)
+        assert not list(folder.rglob("*.part"))
+        moment += 1
+    assert moment >= 200
 
 
 def test_one_engine_reads_while_another_evicts(tmp_path: Path) -> None:

@@ -1,0 +1,179 @@
+"""A conversation of 8,000 tokens on media of all speeds, on a virtual clock: loading is never slower than computing."""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import pytest
+from engine_rig import Info, add, next_token
+from kv_memory import MemoryStore
+from nightly import nightly_but
+from tiers_rig import TieredRig
+
+from inflight.engine.held_requests import HELD_POLL_SECONDS
+from inflight.engine.policies import tier_admission
+from inflight.engine.tiers.base import Frames
+
+# The llama of 58 M parameters on two cores, as bench/kv_tiers.py measured it.
+TOKEN_SECONDS = 5.9e-4  # to compute a token of a prompt
+TOKEN_BYTES = 8 * 2 * 4 * 64 * 2
+STEP_SECONDS = 6e-3  # of a step without a prompt
+EXTENT_CPU_SECONDS = 3e-4
+FIND_SECONDS = 2e-5  # to look for one extent
+BLOCK, EXTENT_BLOCKS, LOADERS = 16, 8, 2
+PROMPT = [1 + (n * n + n // 7) % 11 for n in range(8000)]
+RATES = [10, 12, 14, 16, 17, 18, 20, 25, 40, 100, 300, 1000, 6000]  # MB/s; computing makes 14 MB/s of KV
+
+
+class Medium(MemoryStore):
+    """A store whose threads share a medium of some speed.  `pass_time` is all that happens on the clock of the engine.
+
+    Attributes:
+        rate: bytes a second.
+        delay: seconds before the first byte of each extent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.delay = float("inf"), 0.0
+        self._free_at = [(0.0, thread) for thread in range(LOADERS)]
+        self._in_progress: list[tuple[float, float, int, Any]] = []
+
+    def attach(self, rig: TieredRig) -> None:
+        self.rig = rig
+        self._free_at = [(rig.now, thread) for thread in range(LOADERS)]
+        self._in_progress = []
+
+    def load(self, key: bytes, frames: Frames) -> bool:
+        self.rig.now += self._seconds_of(frames)
+        return super().load(key, frames)
+
+    def _seconds_of(self, frames: Frames) -> float:
+        num_blocks = sum(frame.nbytes for frame in frames) // self.rig.runner.bytes_per_block
+        return self.delay + num_blocks * BLOCK * TOKEN_BYTES * LOADERS / self.rate
+
+    def pass_time(self, seconds: float) -> None:
+        """Let the engine's thread be busy or wait for so long; the tier's threads do what they can meanwhile."""
+        began, until = self.rig.now, self.rig.now + seconds
+        self._begin_tasks(began)
+        while self._in_progress and self._in_progress[0][0] <= until:
+            end, start, thread, (future, work, args) = heapq.heappop(self._in_progress)
+            self.rig.now = start
+            self.rig.tiers.tiers[0]._began.pop(thread, None)
+            future.set_result(work(*args))
+            heapq.heappush(self._free_at, (end, thread))
+            self._begin_tasks(end)
+        self.rig.now = until
+
+    def _begin_tasks(self, now: float) -> None:
+        while self._free_at and self.rig.hand.tasks:
+            future, work, args = self.rig.hand.tasks.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
+            free_at, thread = heapq.heappop(self._free_at)
+            start = max(now, free_at)
+            end = start
+            if work.__name__ == "_find":
+                end += FIND_SECONDS * len(args[0])
+            elif work.__name__ == "_load":
+                end += self._seconds_of(args[1])
+                self.rig.tiers.tiers[0]._began[thread] = start
+            heapq.heappush(self._in_progress, (end, start, thread, (future, work, args)))
+
+
+def engine(medium: Medium) -> TieredRig:
+    """Steps take the time that their tokens do."""
+    info = Info(num_blocks=2200, max_model_len=9000)
+    options = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    rig = TieredRig(info, EXTENT_BLOCKS, [medium], cpu_seconds=EXTENT_CPU_SECONDS, **options)
+    rig.check = lambda: None  # type: ignore[method-assign]
+    rig.tiers.cpu_clock = rig.clock  # cores that nothing else uses
+    medium.attach(rig)
+    execute = rig.runner.execute
+
+    def takes(out: Any, prepared: None) -> Any:
+        step = execute(out, prepared)
+        decoding = STEP_SECONDS if out.num_tokens > out.num_prompt_tokens else 0.0
+        medium.pass_time(out.num_prompt_tokens * TOKEN_SECONDS + decoding + 1e-4)
+        step.ended = rig.now
+        return step
+
+    rig.runner.execute = takes  # type: ignore[method-assign]
+    return rig
+
+
+def first_token(rig: TieredRig, medium: Medium, prompt: list[int], request_id: int) -> float:
+    """Seconds until the request has it.  It is right, and so is the next one."""
+    began = rig.now
+    add(rig.core, request_id, prompt, max_tokens=2, ignore_eos=True)
+    found: list[int] = []
+    first = None
+    while len(found) < 2:
+        message = rig.core.step()
+        assert not message.failed, message.failed
+        found += [token for delta in message.deltas if delta.request_id == request_id for token in delta.token_ids]
+        first = rig.now if found and first is None else first
+        if not message.stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    assert found[0] == next_token(prompt) and found[1] == next_token([*prompt, found[0]])
+    assert first is not None
+    return first - began
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def extents() -> dict[bytes, bytes]:
+    """Of the conversation."""
+    medium = Medium()
+    rig = engine(medium)
+    first_token(rig, medium, PROMPT, 0)
+    while rig.hand.tasks or medium._in_progress:
+        medium.pass_time(1.0)
+    assert len(medium.extents) >= len(PROMPT) // BLOCK // EXTENT_BLOCKS
+    return medium.extents
+
+
+@pytest.mark.parametrize("beside", [0, 4])
+@pytest.mark.parametrize("delay", nightly_but([0.0], [0.0, 0.002, 0.05]))
+def test_loading_is_never_slower_than_computing(extents: dict[bytes, bytes], delay: float, beside: int) -> None:
+    """By more than a twentieth: the first time, which measures the medium, and the second.
+
+    Args:
+        delay: seconds before each extent, as of a machine far away.
+        beside: streams that run meanwhile.
+    """
+    computed = seconds_of(None, {}, 0.0, beside)
+    ratios = {}
+    for rate in RATES:
+        found = seconds_of(rate * 1e6, extents, delay, beside)
+        ratios[rate] = [round(one / other, 3) for (one, _), (other, _) in zip(found, computed)]
+        print(rate, ratios[rate], [hits for _, hits in found])
+    assert max(max(found) for found in ratios.values()) <= 1.05, ratios
+    if not delay:
+        assert max(ratios[6000]) < (0.35 if beside else 0.1), ratios
+
+
+def seconds_of(rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int) -> list[tuple[float, int]]:
+    """Of a new engine: to the first token of the conversation, two times, and the tokens that came from the medium."""
+    medium = Medium()
+    medium.rate, medium.delay = rate or float("inf"), delay
+    rig = engine(medium)
+    found = []
+    for turn in range(2):
+        rig.new_core()  # nothing is cached
+        first_token(rig, medium, [12 + turn, *PROMPT[:600]], 10 * turn)  # what computing takes is measured
+        medium.extents = dict(extents)
+        streams = range(10 * turn + 2, 10 * turn + 2 + beside)
+        for number in streams:
+            add(rig.core, number, [14, number], max_tokens=8000, ignore_eos=True)
+        hits = rig.tiers.num_hits
+        seconds = first_token(rig, medium, PROMPT, 10 * turn + 1)
+        found.append((seconds, rig.tiers.num_hits - hits))
+        for number in streams:
+            rig.core.abort(number)
+    return found
