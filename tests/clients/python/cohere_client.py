@@ -21,7 +21,7 @@ def client(request: pytest.FixtureRequest) -> Iterator[Any]:
 class TestReranking:
     def test_the_best_come_first(self, client: Any) -> None:
         answer = client.rerank(model=MODEL, query=QUERY, documents=DOCUMENTS, top_n=2)
-        assert [result.index for result in answer.results][0] == BEST and len(answer.results) == 2
+        assert answer.results[0].index == BEST and len(answer.results) == 2
         scores = [result.relevance_score for result in answer.results]
         assert scores[0] == pytest.approx(1.0) and scores[0] >= scores[1]
         assert answer.meta.billed_units.search_units == 1

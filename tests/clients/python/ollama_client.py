@@ -6,7 +6,7 @@ from typing import Any
 
 import ollama
 import pytest
-from asked import ADAPTER, ASK_PERSON, ASK_WEATHER, CAPITAL, CHAT, KEY, MODEL, RAIN, ROOT, SECONDS, WEATHER, Person
+from asked import ASK_PERSON, ASK_WEATHER, CAPITAL, CHAT, KEY, MODEL, RAIN, ROOT, SECONDS, WEATHER, Person
 
 PARIS = "The capital of France is Paris."
 GREEDY = {"temperature": 0, "num_predict": 24}
@@ -29,7 +29,7 @@ class TestText:
         assert "Paris" in (client.generate(MODEL, "The capital of France is", raw=True, options=GREEDY).response or "")
 
     def test_the_models(self, client: ollama.Client) -> None:
-        assert [model.model for model in client.list().models] == [f"{MODEL}:latest", f"{ADAPTER}:latest"]
+        assert [model.model for model in client.list().models] == [f"{MODEL}:latest"]
         assert "completion" in (client.show(MODEL).capabilities or [])
         assert client.ps().models
 
