@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from typing import Any
 
 import embed_job
@@ -13,9 +14,11 @@ def load(task: dict[str, Any]) -> Any:
     os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(max(0, (os.cpu_count() or 1) - task["threads"]))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # transformers imports torchvision where there is one, and wheels of it do not fit torch's for CPUs.
+    sys.modules["torchvision"] = None  # type: ignore[assignment]
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has no torchvision
     from vllm import LLM
 
-    # Prompts of one token of the warm-up aside, none shares a prefix with what is timed.
     return LLM(task["folder"], runner="pooling", dtype=task["dtype"], max_model_len=task["options"]["max_model_len"])
 
 
