@@ -128,7 +128,7 @@ def converted(shape: str, dtype: str, python: str) -> Path:
 
 
 def texts(shape: str, count: int, documents: int) -> dict[str, list[str]]:
-    """Texts of so many words, each of which is one token; a query with each of the documents."""
+    """Texts of words of one token each; a query with each of the documents."""
     vocabulary = json.loads((layout(shape) / "tokenizer.json").read_text())["model"]["vocab"]
     known = sorted(
         entry[1:] for entry in vocabulary if entry.startswith("\u0120") and entry[1:].isalpha() and entry[1:].isascii()
