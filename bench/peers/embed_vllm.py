@@ -1,9 +1,12 @@
-"""vLLM's offline engine (`LLM.embed`) on the CPU for `bench/pooling.py`: no padding, and its prefix cache is on."""
+"""vLLM's offline engine (`LLM.embed`) on the CPU for `bench/pooling.py`: no padding, and its prefix cache is on.
+
+Its environment must not have torchvision, torchaudio or torchcodec for another torch: they fail when transformers
+imports them.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
 from typing import Any
 
 import embed_job
@@ -14,9 +17,6 @@ def load(task: dict[str, Any]) -> Any:
     os.environ["VLLM_CPU_NUM_OF_RESERVED_CPU"] = str(max(0, (os.cpu_count() or 1) - task["threads"]))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # transformers imports torchvision where there is one, and wheels of it do not fit torch's for CPUs.
-    sys.modules["torchvision"] = None  # type: ignore[assignment]
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has no torchvision
     from vllm import LLM
 
     return LLM(task["folder"], runner="pooling", dtype=task["dtype"], max_model_len=task["options"]["max_model_len"])
