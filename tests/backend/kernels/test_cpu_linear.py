@@ -102,6 +102,15 @@ def test_a_row_is_bitwise_independent_of_other_rows_and_threads(isa: str, dtype:
     assert torch.equal(linear(x, packed), together)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_of_several_chunks_are_those_of_one(isa: str, dtype: torch.dtype) -> None:
+    weight, bias = random(70, 640, dtype=dtype), random(70, dtype=dtype, seed=1)
+    packed, x = PackedWeight([weight], [bias]), random(500, 640, dtype=dtype, seed=2)  # chunks of up to 204 rows
+    whole = linear(x, packed)
+    assert_close(whole, F.linear(x.double(), weight.double(), bias.double()), roundings=16)
+    assert torch.equal(whole, torch.cat([linear(part, packed) for part in x.split(100)]))
+
+
 def test_half_precision_is_as_precise_as_torch() -> None:
     weight, x = random(256, 512, dtype=torch.bfloat16), random(32, 512, dtype=torch.bfloat16, seed=1)
     exact = F.linear(x.double(), weight.double())

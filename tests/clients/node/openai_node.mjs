@@ -143,3 +143,15 @@ describe('responses', () => {
     assert.equal(answer.output_parsed.age, 42)
   })
 })
+
+describe('embeddings', () => {
+  test('a list, in base64 and as numbers', async () => {
+    const texts = ['Where is Paris?', 'It rains in spring.']
+    const answer = await client.embeddings.create({ model: MODEL, input: texts })
+    const plain = await client.embeddings.create({ model: MODEL, input: texts, encoding_format: 'float' })
+    assert.deepEqual(answer.data.map((item) => item.embedding.length), [576, 576])
+    for (const [i, item] of plain.data.entries()) {
+      assert.ok(item.embedding.every((value, j) => Math.abs(value - answer.data[i].embedding[j]) < 1e-6))
+    }
+  })
+})

@@ -15,6 +15,11 @@ SECONDS = 300.0  # that a client waits for an answer, on a busy machine
 
 CAPITAL = "What is the capital of France?"  # SmolLM2 answers: The capital of France is Paris.
 CHAT: list[Any] = [{"role": "user", "content": CAPITAL}]
+QUERY = "Where is Paris?"
+DOCUMENTS = ["It rains in spring.", "Where is Paris?", "Paris is the capital of France."]
+BEST = 1  # the document that equals the query: the cosine of their embeddings is 1
+SIZE = 576  # of an embedding of SmolLM2-135M
+ADAPTER = "doll"  # of random weights
 RAIN: list[Any] = [{"role": "user", "content": "Write a story about rain."}]  # long, greedy or not
 
 

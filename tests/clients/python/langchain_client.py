@@ -1,4 +1,4 @@
-"""LangChain's ChatOpenAI and its agents."""
+"""LangChain's ChatOpenAI and its agents, OpenAIEmbeddings, and CohereRerank."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any, Literal
 
 import openai
 import pytest
-from asked import CAPITAL, KEY, MODEL, SECONDS, URL, Person, Weather
+from asked import BEST, CAPITAL, DOCUMENTS, KEY, MODEL, QUERY, ROOT, SECONDS, SIZE, URL, Person, Weather
+from langchain_cohere import CohereRerank
+from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
 PERSON = "Tom is a baker. He is 42 years old. Write it as JSON."
 ROME = "What is the weather in Rome for 3 days?"
@@ -144,3 +147,30 @@ class TestResponses:
         whole = asked.invoke(CAPITAL)
         assert whole.text == "The capital of France is Paris."
         assert "".join(piece.text for piece in asked.stream(CAPITAL)) == whole.text
+
+
+class TestEmbeddings:
+    def embeddings(self, **options: Any) -> OpenAIEmbeddings:
+        # Its check of lengths counts with OpenAI's tokenizers, and sends their token ids.
+        options = {"check_embedding_ctx_length": False, "max_retries": 0, "timeout": SECONDS, **options}
+        return OpenAIEmbeddings(base_url=URL, api_key=KEY, model=MODEL, **options)
+
+    async def test_documents_and_a_query(self) -> None:
+        embeddings = self.embeddings(chunk_size=2)  # several requests
+        vectors = embeddings.embed_documents(DOCUMENTS)
+        assert [len(vector) for vector in vectors] == [SIZE] * 3
+        assert embeddings.embed_query(QUERY) == pytest.approx(vectors[BEST], abs=1e-6)
+        assert await embeddings.aembed_query(QUERY) == pytest.approx(vectors[BEST], abs=1e-6)
+
+    def test_a_store_of_vectors(self) -> None:
+        store = InMemoryVectorStore.from_texts(DOCUMENTS, self.embeddings())
+        ((found, score), *_) = store.similarity_search_with_score(QUERY, k=2)
+        assert found.page_content == DOCUMENTS[BEST] and score == pytest.approx(1.0)
+
+
+class TestReranking:
+    def test_documents_of_a_retriever(self) -> None:
+        ranker = CohereRerank(base_url=ROOT, cohere_api_key=KEY, model=MODEL, top_n=2)
+        found = ranker.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
+        assert len(found) == 2 and found[0].page_content == DOCUMENTS[BEST]
+        assert found[0].metadata["relevance_score"] == pytest.approx(1.0)

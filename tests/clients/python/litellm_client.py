@@ -1,4 +1,4 @@
-"""LiteLLM, as a client of an OpenAI-compatible server (`openai/`) and of vLLM (`hosted_vllm/`)."""
+"""LiteLLM, as a client of an OpenAI-compatible server (`openai/`), of vLLM (`hosted_vllm/`), Jina and Cohere."""
 
 from __future__ import annotations
 
@@ -7,7 +7,25 @@ from typing import Any
 
 import litellm
 import pytest
-from asked import ASK_PERSON, ASK_WEATHER, CHAT, KEY, MODEL, NAMED, RAIN, SECONDS, URL, WEATHER, Person, Weather
+from asked import (
+    ASK_PERSON,
+    ASK_WEATHER,
+    BEST,
+    CHAT,
+    DOCUMENTS,
+    KEY,
+    MODEL,
+    NAMED,
+    QUERY,
+    RAIN,
+    ROOT,
+    SECONDS,
+    SIZE,
+    URL,
+    WEATHER,
+    Person,
+    Weather,
+)
 
 PARIS = "The capital of France is Paris."
 
@@ -120,3 +138,27 @@ class TestResponses:
         asked = {name: greedy[name] for name in names}
         answer = litellm.responses(input=CHAT[0]["content"], max_output_tokens=24, **asked)
         assert answer.output[0].content[0].text == PARIS
+
+
+class TestEmbeddings:
+    async def test_a_list(self, greedy: dict[str, Any]) -> None:
+        asked = {name: greedy[name] for name in ("model", "api_base", "api_key", "timeout")}
+        answer = litellm.embedding(input=[QUERY, *DOCUMENTS], **asked)
+        vectors = [item["embedding"] for item in answer.data]
+        assert [len(vector) for vector in vectors] == [SIZE] * 4 and vectors[0] == vectors[1 + BEST]
+        assert answer.usage.prompt_tokens > 0
+        again = await litellm.aembedding(input=[QUERY], **asked)
+        assert again.data[0]["embedding"] == pytest.approx(vectors[0], abs=1e-6)
+
+
+class TestReranking:
+    @pytest.mark.parametrize(
+        ("provider", "base"), [("hosted_vllm", URL), ("jina_ai", URL), ("cohere", f"{ROOT}/v2/rerank")]
+    )
+    async def test_the_best_come_first(self, provider: str, base: str) -> None:
+        asked: dict[str, Any] = {"model": f"{provider}/{MODEL}", "api_base": base, "api_key": KEY}
+        answer = litellm.rerank(query=QUERY, documents=DOCUMENTS, top_n=2, **asked)
+        assert answer.results is not None and len(answer.results) == 2
+        assert answer.results[0]["index"] == BEST and answer.results[0]["relevance_score"] == pytest.approx(1.0)
+        again = await litellm.arerank(query=QUERY, documents=DOCUMENTS, **asked)
+        assert again.results is not None and sorted(result["index"] for result in again.results) == [0, 1, 2]

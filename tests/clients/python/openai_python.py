@@ -12,15 +12,20 @@ from typing import Any
 import openai
 import pytest
 from asked import (
+    ADAPTER,
     ASK_PERSON,
     ASK_WEATHER,
+    BEST,
     CAPITAL,
     CHAT,
+    DOCUMENTS,
     KEY,
     MODEL,
     NAMED,
+    QUERY,
     RAIN,
     SECONDS,
+    SIZE,
     TIME,
     URL,
     WEATHER,
@@ -49,7 +54,7 @@ class TestText:
         assert "Paris" in answer.choices[0].text
 
     def test_the_list_of_models(self, client: OpenAI) -> None:
-        assert [model.id for model in client.models.list()] == [MODEL]
+        assert [model.id for model in client.models.list()] == [MODEL, ADAPTER]
         assert client.models.retrieve(MODEL).id == MODEL
 
 
@@ -214,8 +219,6 @@ class TestErrors:
         with pytest.raises(openai.BadRequestError) as long:
             ask(messages=[{"role": "user", "content": "rain " * 6000}], stream=True, **GREEDY)
         assert "4096" in long.value.message
-        with pytest.raises(openai.NotFoundError):
-            client.embeddings.create(model=MODEL, input="a")
 
     def test_no_connection(self) -> None:
         with (
@@ -316,3 +319,52 @@ class TestResponses:
         with pytest.raises(openai.BadRequestError) as refused:
             client.responses.create(input=CAPITAL, previous_response_id="resp_1", **RESPONSE)
         assert refused.value.param == "previous_response_id"
+
+
+class TestEmbeddings:
+    def test_a_list_in_base64_and_as_numbers(self, client: OpenAI) -> None:
+        answer = client.embeddings.create(model=MODEL, input=[QUERY, *DOCUMENTS])  # the package asks for base64
+        vectors = [item.embedding for item in answer.data]
+        assert [item.index for item in answer.data] == [0, 1, 2, 3] and answer.model == MODEL
+        assert all(len(vector) == SIZE and math.isclose(math.hypot(*vector), 1, rel_tol=1e-5) for vector in vectors)
+        assert vectors[0] == vectors[1 + BEST] and answer.usage.prompt_tokens == answer.usage.total_tokens > 0
+        plain = client.embeddings.create(model=MODEL, input=QUERY, encoding_format="float")
+        assert plain.data[0].embedding == pytest.approx(vectors[0], abs=1e-6)
+
+    def test_token_ids(self, client: OpenAI) -> None:
+        vectors = client.embeddings.create(model=MODEL, input=[[504, 3575], [504]]).data
+        alone = client.embeddings.create(model=MODEL, input=[504, 3575]).data
+        assert len(vectors) == 2 and alone[0].embedding == vectors[0].embedding
+
+    def test_what_the_model_cannot_do_is_said(self, client: OpenAI) -> None:
+        with pytest.raises(openai.BadRequestError, match="dimensions"):
+            client.embeddings.create(model=MODEL, input=QUERY, dimensions=64)
+        with pytest.raises(openai.BadRequestError, match="input"):
+            client.embeddings.create(model=MODEL, input=["a text", ""])
+
+    def test_asynchronously_beside_chats(self) -> None:
+        async def both() -> Any:
+            async with AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0, timeout=SECONDS) as client:
+                return await asyncio.gather(
+                    client.embeddings.create(model=MODEL, input=DOCUMENTS),
+                    client.chat.completions.create(messages=CHAT, **GREEDY),
+                )
+
+        vectors, chat = asyncio.run(both())
+        assert len(vectors.data) == len(DOCUMENTS)
+        assert chat.choices[0].message.content == "The capital of France is Paris."
+
+
+class TestAdapters:
+    def test_by_the_name_of_a_model(self, client: OpenAI) -> None:
+        asked = {**GREEDY, "model": ADAPTER, "messages": RAIN, "max_tokens": 8}
+        dressed = client.chat.completions.create(**asked)
+        base = client.chat.completions.create(**{**asked, "model": MODEL})
+        assert dressed.model == ADAPTER and client.models.retrieve(ADAPTER).id == ADAPTER
+        assert dressed.choices[0].message.content != base.choices[0].message.content
+        pieces = client.chat.completions.create(stream=True, **asked)
+        assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == dressed.choices[0].message.content
+
+    def test_embeddings(self, client: OpenAI) -> None:
+        dressed, base = (client.embeddings.create(model=name, input=QUERY) for name in (ADAPTER, MODEL))
+        assert dressed.data[0].embedding != pytest.approx(base.data[0].embedding, abs=1e-3)

@@ -255,7 +255,7 @@ template <class Codes>
 void multiply_code_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
   PanelScales scales;
   int64_t panel = -1;
-  each_block<kMaxCodeRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
+  each_block<kMaxCodeRows>(linear, 0, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
     if (block.panel != panel) {
       panel = block.panel;
       take_panel(linear, linear.scales, panel, scales.scales);

@@ -1,6 +1,8 @@
 // Product of rows of activations and the packed panels of a linear layer, blocked for registers.
 #pragma once
 
+#include <algorithm>
+
 #include "cpu_expand.h"
 #include "cpu_ops.h"
 #include "cpu_simd.h"
@@ -147,30 +149,43 @@ INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps
   return {data, 0};
 }
 
-// Compute panels first .. last in blocks of up to kRows rows: `multiply(block, data, ahead)` fills the block's tile.
+// Compute panels first .. last of rows start .. start + rows in blocks of up to kRows rows: `multiply(block, data, ahead)`
+// fills the block's tile.
 template <int kRows, class Function>
-INFLIGHT_INLINE void each_block(const Linear& linear, int64_t rows, int64_t first, int64_t last, const Result& result,
-                                Function multiply) {
+INFLIGHT_INLINE void each_block(const Linear& linear, int64_t start, int64_t rows, int64_t first, int64_t last,
+                                const Result& result, Function multiply) {
   alignas(64) float tile[kRows * kPanel];
   const int64_t bytes = linear.panel_bytes(), blocks = (rows + kRows - 1) / kRows;
   for (int64_t panel = first; panel < last; ++panel) {
     const char* data = linear.panels + panel * bytes;
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t row = rows * i / blocks;
-      const Block block = {tile, int(rows * (i + 1) / blocks - row), row, panel};
+      const Block block = {tile, int(rows * (i + 1) / blocks - row), start + row, panel};
       multiply(block, data, ahead_of(data, bytes, linear.steps(), block.rows, i, blocks));
       finish_block(linear, block, result);
     }
   }
 }
 
+// Rows of single floats stay in the second-level cache while the panels pass by, in chunks of so many bytes.  Long rows
+// make chunks of so few blocks that reading the panels again costs more: they are one chunk.  Pairs were not measured.
+constexpr int64_t kChunkBytes = 512 << 10;
+constexpr int64_t kFewestBlocks = 12;
+
 template <class Op>
 void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
   const auto* a = reinterpret_cast<const typename Op::Elem*>(x.data);
-  each_block<kMaxRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
-    const auto* from = a + block.row * x.stride;
-    multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, linear.steps(), ahead, block.tile);
-  });
+  const int64_t blocks = kChunkBytes / (x.stride * int64_t(sizeof(typename Op::Elem)) * kMaxRows);
+  const bool is_one = Op::kDepth > 1 || blocks < kFewestBlocks;
+  const int64_t most = is_one ? std::max(int64_t(1), x.rows) : blocks * kMaxRows, chunks = (x.rows + most - 1) / most;
+  for (int64_t i = 0; i < chunks; ++i) {
+    const int64_t start = x.rows * i / chunks, rows = x.rows * (i + 1) / chunks - start;
+    each_block<kMaxRows>(linear, start, rows, first, last, result,
+                         [&](const Block& block, const char* data, Prefetch ahead) {
+      const auto* from = a + block.row * x.stride;
+      multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, linear.steps(), ahead, block.tile);
+    });
+  }
 }
 
 }  // namespace INFLIGHT_ISA

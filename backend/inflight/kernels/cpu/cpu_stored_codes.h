@@ -211,7 +211,7 @@ INFLIGHT_INLINE void multiply_stored_of(int rows, const Linear& linear, const Ma
 
 template <int kBits>
 void multiply_stored_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
-  each_block<kMaxCodeRows>(linear, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
+  each_block<kMaxCodeRows>(linear, 0, x.rows, first, last, result, [&](const Block& block, const char* data, Prefetch ahead) {
     multiply_stored_of<kBits, kMaxCodeRows>(block.rows, linear, x, block.row, data, ahead, block.tile);
   });
 }
