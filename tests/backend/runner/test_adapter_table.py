@@ -211,6 +211,54 @@ def test_a_slot_is_not_kept_for_one_that_was_passed_by_others() -> None:
     assert [table.after(0.2).outcome(one) for one in (B, A)] == [READY, WAITS]
 
 
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", [0, 1, 2]), ("priority", [0, 2, 1]), ("sjf", [0, 2, 1]), ("edf", [0, 2, 1])]
+)
+def test_who_lacks_blocks_keeps_no_slot_from_one_that_goes_before_it(policy: str, order: list[int]) -> None:
+    """Request 1 has the promise of the only slot, and waits for the blocks of request 0, which has no adapter."""
+    table = Table(limit=4, max_running=1)
+    core = make_core(
+        Info(num_blocks=16, adapters=table),
+        clock=lambda: table.now,
+        enable_lora=True,
+        block_size=4,
+        scheduling_policy=policy,
+        enable_prefix_caching=False,
+    )
+    started: list[int] = []
+
+    def step() -> None:
+        started.extend(one.request_id for one in core.step().deltas if one.request_id not in started)
+        check_core(core)
+        table.after(0.01)
+
+    add(core, 0, [3] * 30, {"priority": -9}, max_tokens=20, ignore_eos=True)
+    step()
+    for number, length, priority, ref in ((1, 40, 5, A), (2, 4, 1, B)):
+        choices = {"attached": Attached(adapter=ref), "priority": priority, "deadline": 60.0 * (3 - number)}
+        add(core, number, [3] * length, choices, max_tokens=9 // number, ignore_eos=True)
+        table.finish()
+        step()
+        assert list(table._promised) == [(A if policy == "fcfs" or number == 1 else B).id] or number in started
+    while core.has_work:
+        step()
+    assert started == order and not table._promised
+
+
+def test_a_request_of_the_same_rank_takes_no_promise() -> None:
+    table = Table(limit=2, max_running=1)
+    table.reset(lambda request, other: request < other)
+    for one in (A, B):
+        table.start(one)
+        table.finish()
+    assert table.outcome(A, request=2) == READY
+    assert table.outcome(B, request=2) == WAITS
+    assert table.outcome(B, request=1) == READY
+    assert table.outcome(A, request=2) == WAITS
+    table.hold(B)
+    assert table.outcome(A, request=0) == WAITS, "B runs"
+
+
 def test_requests_that_wait_for_a_slot_start_in_turn_and_within_a_minute() -> None:
     """Each runs for 22 s.  A slot that another one gets does not prolong a request's wait."""
     table = Table(limit=6, max_running=1)
