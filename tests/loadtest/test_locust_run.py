@@ -44,9 +44,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     options = {"dtype": "float32", "cpu_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": 16}
     options["stream_interval"] = 1  # a response for each token: "auto" sends fewer on a busy machine
-    checkpoint = checkpoint_folder("demo")
+    checkpoint, adapters = checkpoint_folder("demo"), tmp_path_factory.mktemp("adapters")
     write_repository(repository, checkpoint, {**options, "enable_lora": True})
-    folders = {name: write_adapter(repository / name, seed=i, checkpoint=checkpoint) for i, name in enumerate(ADAPTERS)}
+    folders = {name: write_adapter(adapters / name, seed=i, checkpoint=checkpoint) for i, name in enumerate(ADAPTERS)}
     written = json.dumps({name: str(folder) for name, folder in folders.items()})
     (repository / "inflight" / "1" / "multi_lora.json").write_text(written)
     with TritonServer(repository, exit_timeout=5) as server:
