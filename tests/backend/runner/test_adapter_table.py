@@ -15,6 +15,7 @@ from inflight.adapters.spec import AdapterError
 from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.attached import Attached
 from inflight.engine.integrity import check_core
+from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.runner.adapters import AdapterTable, Entry
 
 
@@ -310,6 +311,26 @@ def test_answers_of_load() -> None:
     table.finish("adapter 'c': no")
     with pytest.raises(ValueError, match="'c': no"):
         failed.result()
+
+
+def test_thousands_of_adapters_leave_nothing_behind() -> None:
+    """Good and damaged ones, with requests that run, and requests that are aborted while they wait."""
+    table = Table(limit=4, max_running=2)
+    core = make_core(Info(adapters=table), clock=lambda: table.now, enable_lora=True)
+    for number in range(4_000):
+        ref = ref_of(str(number))
+        add(core, number, [3] * 5, {"attached": Attached(adapter=ref)}, max_tokens=1, ignore_eos=True)
+        if number % 100 == 99:  # aborted while it is loaded
+            core.abort(number)
+        while table.loading:
+            table.finish("adapter: damaged" if number % 3 == 0 else "")
+        while core.has_work:
+            core.step()
+        table.after(1)
+    assert len(table._entries) <= 4 and not table._waiting and not table._promised
+    assert len(table._failures) <= 1024
+    (admission,) = (one for one in core.scheduler.listeners if isinstance(one, AdapterAdmission))
+    assert not admission._open and not admission._begun
 
 
 @settings(max_examples=30, deadline=None)

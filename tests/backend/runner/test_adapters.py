@@ -46,7 +46,19 @@ KINDS: dict[str, dict[str, Any]] = {
     "a pattern": dict(targets=["q_proj", "gate_proj", "gate_up_proj"], target_modules=r".*\.(q|gate|gate_up)_proj"),
 }
 NATIVE = ("llama", "qwen2", "qwen3", "mistral", "phi3", "granite", "smollm3")
-OTHERS = ("gemma2", "gemma3_text", "gpt2", "opt", "phi", "starcoder2", "cohere", "olmo2", "mixtral")
+OTHERS = (
+    "gemma2",
+    "gemma3_text",
+    "gpt2",
+    "opt",
+    "phi",
+    "starcoder2",
+    "cohere",
+    "olmo2",
+    "mixtral",
+    "gpt_neox",
+    "stablelm",
+)
 # Each architecture, and each kind more than once.
 IN_SHORT = [
     ("llama", "ranks and alphas of their own"),
@@ -65,6 +77,7 @@ IN_SHORT = [
     ("cohere", "all layers"),
     ("olmo2", "a pattern"),
     ("mixtral", "rslora"),
+    ("gpt_neox", "all layers"),
 ]
 
 
