@@ -74,7 +74,7 @@ def server(guarded: TritonServer, smollm2: Path, root: Path) -> Iterator[TritonS
 
 @pytest.fixture(scope="module")
 def base(server: TritonServer, prompts: list[list[int]]) -> list[list[int]]:
-    """What an engine without LoRA says."""
+    """The tokens of an engine without LoRA."""
     with Client(server.grpc_address, model="real-plain") as client:
         options = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True}
         return [client.generate(input_ids=prompt, **options).choices[0].token_ids for prompt in prompts]

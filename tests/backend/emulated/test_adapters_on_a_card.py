@@ -319,7 +319,7 @@ def test_the_slot_that_was_used_longest_ago_is_taken(card: Card) -> None:
 
 
 def launched(model: Tiny, adapters: DeviceAdapters, rows: list[Any]) -> Tensor:
-    """What a step with one token a row adds [rows], once the card has come to it."""
+    """The sums that a step with one token a row adds [rows], once the card has come to it."""
     with torch.inference_mode():
         adapters.set_rows(rows, [1] * len(rows))
         adapters.expect(len(rows))
