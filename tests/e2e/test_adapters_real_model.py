@@ -36,7 +36,7 @@ def root(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`one` and `two`, and `new`, which takes the place of `two`."""
     root = tmp_path_factory.mktemp("real adapters")
     for seed, name in enumerate((*NAMES, "new")):
-        make_adapter(root / "originals" / name, str(smollm2), seed=seed, rank=16, alpha=32.0, strength=0.3)
+        make_adapter(root / "originals" / name, str(smollm2), seed=seed, rank=16, alpha=32.0, strength=0.8)
     for name in NAMES:
         shutil.copytree(root / "originals" / name, root / "loras" / name)
     return root
