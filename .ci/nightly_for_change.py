@@ -17,7 +17,12 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
-    "backend/inflight/adapters/": ["tests/backend/runner/test_adapters.py", "tests/gpu/test_gpu_lora.py"],
+    "backend/inflight/adapters/": [
+        "tests/backend/runner/test_adapters.py",
+        "tests/e2e/test_adapters.py",
+        "tests/e2e/test_adapters_real_model.py",
+        "tests/gpu/test_gpu_lora.py",
+    ],
     "backend/inflight/attention/": [
         "tests/backend/kernels",
         "tests/backend/attention",
@@ -50,6 +55,7 @@ ROOMS = {
     ],
     "backend/inflight/loading/": [
         "tests/backend/loading",
+        "tests/backend/emulated/test_adapters_on_a_card.py",
         "tests/backend/test_hot_spare.py",
         "tests/e2e/test_kept_weights.py",
         "tests/backend/runner/test_parity.py",

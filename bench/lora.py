@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """Steps with LoRA adapters: an engine without LoRA, LoRA that is on and unused, one adapter, eight adapters.
 
-    python bench/lora.py [--rows 16] [--adapters 8] [--rank 16] [--steps 24] [--rounds 5] [--output FILE]
+    python bench/lora.py [--dtype bfloat16] [--rows 16] [--adapters 8] [--rank 16] [--steps 24] [--rounds 5]
+                         [--loads 20] [--shape qwen3-0.6b-rand] [--output FILE]
 
-The model has the shape of Qwen3-0.6B, with random weights in bfloat16; adapters have all seven projections.  All sides
-run in this process and take turns, a few decode steps each, so that drift of the machine affects all alike.  The ratios
-are of the times of whole steps with `--rows` rows (base / side), of their CPU time, and of a prompt of 512 tokens.
+The model has the shape of Qwen3-0.6B, with random weights; adapters have all seven projections.  All sides run in this
+process and take turns, a few decode steps each, so that drift of the machine affects all alike.  The ratios are of the
+times of whole steps with `--rows` rows (base / side), of their CPU time, and of a prompt of 512 tokens.
+
+Then eight streams decode while `--loads` adapters are loaded one after another, and as many steps without loads before:
+the ratio of the 99th percentiles of their gaps (with / without), which are the times from step to step here.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import common
 
 SHAPE = "qwen3-0.6b-rand"
 PROMPT = 512
+STREAMS = 8  # beside the loads
 
 
 def make_adapter(folder: Path, checkpoint: Path, rank: int, seed: int) -> Any:
@@ -32,7 +37,9 @@ def make_adapter(folder: Path, checkpoint: Path, rank: int, seed: int) -> Any:
 
     config = json.loads((checkpoint / "config.json").read_text())
     hidden, middle = config["hidden_size"], config["intermediate_size"]
-    query, key = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    heads = config["num_attention_heads"]
+    head = config.get("head_dim") or hidden // heads
+    query, key = heads * head, config["num_key_value_heads"] * head
     sizes = {"self_attn.q_proj": (hidden, query), "self_attn.k_proj": (hidden, key), "self_attn.v_proj": (hidden, key)}
     sizes |= {"self_attn.o_proj": (query, hidden), "mlp.gate_proj": (hidden, middle), "mlp.up_proj": (hidden, middle)}
     sizes["mlp.down_proj"] = middle, hidden
@@ -81,11 +88,51 @@ def add(core: Any, request_id: int, prompt: list[int], max_tokens: int, adapter:
     assert failure is None, failure
 
 
+def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any]) -> common.Run:
+    """99th percentiles of the gaps of streams with `adapter`, while `loaded` are loaded one by one, and without."""
+    limit, streams = core.info.max_model_len - 8, [next(ids) for _ in range(STREAMS)]
+    for row, request_id in enumerate(streams):
+        add(core, request_id, [1 + row, 2, 3, 4], limit, adapter)
+
+    def gaps(goes_on: Any) -> list[float]:
+        found, last = [], time.perf_counter()
+        while goes_on(len(found)):
+            assert core.step().num_tokens == STREAMS, "the streams have ended; ask for fewer --loads"
+            now = time.perf_counter()
+            found.append(now - last)
+            last = now
+        return found
+
+    while core.step().num_tokens != STREAMS:
+        pass
+    gaps(lambda count: count < 8)
+    open_loads, waiting = [], list(loaded)
+
+    def is_loading(count: int) -> bool:
+        if not open_loads or open_loads[-1].done():
+            for done in open_loads:
+                done.result()
+            if not waiting:
+                return False
+            open_loads.append(core.info.adapters.load(waiting.pop()))
+        return True
+
+    beside = gaps(is_loading)
+    alone = gaps(lambda count: count < len(beside))
+    for request_id in streams:
+        core.abort(request_id)
+    common.drain(core)
+    p99, p50 = ([common.percentile(sorted(found), percent) for found in (alone, beside)] for percent in (99, 50))
+    return {"steps": len(beside), "alone": p99[0], "beside": p99[1], "ratio": p99[1] / p99[0], "p50": p50[1] / p50[0]}
+
+
 def main() -> None:
-    args = common.options(__doc__, rows=16, adapters=8, rank=16, steps=24, rounds=5, threads=2)
-    path = common.checkpoint(SHAPE)
+    more = dict(dtype=common.choice(["bfloat16", "float32"], "bfloat16"), shape=SHAPE, loads=20)
+    args = common.options(__doc__, **more, rows=16, adapters=8, rank=16, steps=24, rounds=5, threads=2)
+    path = common.checkpoint(args.shape, args.dtype)
     options = {
         "model": path,
+        "dtype": args.dtype,
         "max_num_seqs": max(32, args.rows),
         "max_model_len": 1024,
         "kv_cache_memory": "1GiB",
@@ -94,9 +141,9 @@ def main() -> None:
         "check_on_load": False,
     }
     with TemporaryDirectory() as folder:
-        made = [
-            make_adapter(Path(folder) / f"adapter-{i}", Path(path), args.rank, seed=i) for i in range(args.adapters)
-        ]
+        count = args.adapters + args.loads
+        every = [make_adapter(Path(folder) / f"adapter-{i}", Path(path), args.rank, seed=i) for i in range(count)]
+        made, loaded = every[: args.adapters], every[args.adapters :]
         plain = common.engine(options)
         lora = common.engine({**options, "enable_lora": True, "max_lora_rank": args.rank})
         sides = {
@@ -108,15 +155,23 @@ def main() -> None:
         ids = iter(range(10**9))
         for core, adapters in sides.values():  # loads the adapters
             steps_of(core, ids, adapters, args.rows, 4)
-        runs: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+        runs: dict[str, list[common.Run]] = {side: [] for side in sides}
         for _ in range(args.rounds):
             for side, (core, adapters) in sides.items():
                 seconds, cpu = zip(*steps_of(core, ids, adapters, args.rows, args.steps))
                 prompt = min(prompt_of(core, ids, adapters) for _ in range(2))
                 run = {"step": statistics.median(seconds), "fastest": min(seconds), "prompt": prompt}
                 runs[side].append({**run, "cpu": statistics.median(cpu), "least_cpu": min(cpu)})
+        gaps = gaps_beside_loads(lora, ids, made[0], loaded) if loaded else None
+    report(args, runs, gaps)
+
+
+def report(args: Any, runs: dict[str, list[common.Run]], gaps: common.Run | None) -> None:
     base = runs["without LoRA"]
-    print(f"{common.machine()}, {args.rows} rows, rank {args.rank}, {args.rounds} rounds; ratios are base / side")
+    print(
+        f"{common.machine()}, {args.dtype}, {args.rows} rows, rank {args.rank}, {args.rounds} rounds; "
+        "ratios are base / side"
+    )
     ratios = {}
     for side, found in runs.items():
         figures = ("step", "fastest", "cpu", "least_cpu", "prompt")
@@ -124,7 +179,13 @@ def main() -> None:
         shown = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios[side].items())
         milliseconds = common.median(found, "step") * 1000
         print(f"  {side:<14} {milliseconds:7.1f} ms a step; {shown}")
-    common.record(args, runs, ratios=ratios)
+    if gaps is not None:
+        alone, beside = gaps["alone"] * 1000, gaps["beside"] * 1000
+        print(
+            f"  gaps of {STREAMS} streams beside {args.loads} loads ({gaps['steps']} steps): p99 {beside:.1f} ms, "
+            f"{alone:.1f} ms without loads, ratio {gaps['ratio']:.2f}; of the medians {gaps['p50']:.2f}"
+        )
+    common.record(args, runs, ratios=ratios, gaps=gaps)
 
 
 if __name__ == "__main__":

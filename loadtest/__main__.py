@@ -71,6 +71,7 @@ def run_(
     context: Annotated[int, typer.Option(help="Scale the scenario to this many tokens.", min=0)] = 0,
     prompt: Annotated[str, typer.Option(help="auto, ids, words, or text of exactly as many tokens.")] = "auto",
     tokenizer: Annotated[str, typer.Option(help="Checkpoint folder, for --url with --prompt text.")] = "",
+    adapters: Annotated[str, typer.Option(help="LoRA adapters between commas, in turn; an empty one: none.")] = "",
     protocol: _Protocol = None,
     seed: Annotated[int, typer.Option(help="The same seed repeats the requests.")] = 1,
     slo_ttft: Annotated[float, typer.Option(help="SLO: seconds to the first text.")] = 2.0,
@@ -95,7 +96,7 @@ def run_(
     with _one_line_errors():
         load = LoadOptions(
             scenario=scenario, trace=trace, speed=speed, seed=seed, requests=requests, arrivals=arrivals, rate=rate,
-            cv=cv, context=context, prompt=prompt, tokenizer=tokenizer,
+            cv=cv, context=context, prompt=prompt, tokenizer=tokenizer, adapters=adapters,
         )  # fmt: skip
         pair = bool(models or grpc or http)
         if pair:

@@ -85,8 +85,12 @@ class LoadClient(Protocol):
     def check(self) -> None:
         """Raise LoadTestError unless server and model are ready."""
 
-    def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
-        """Send a greedy request that ignores the end of sequence; failures of the server end up in the result."""
+    def send(self, prompt: list[int] | str, max_tokens: int, adapter: str = "") -> Exchange:
+        """Send a greedy request that ignores the end of sequence; failures of the server end up in the result.
+
+        Args:
+            adapter: name of a LoRA adapter; "": the checkpoint alone.
+        """
 
 
 class Failure(Exception):
@@ -111,10 +115,10 @@ class TimedClient:
     def takes_ids(self) -> bool:
         return True
 
-    def send(self, prompt: list[int] | str, max_tokens: int) -> Exchange:
+    def send(self, prompt: list[int] | str, max_tokens: int, adapter: str = "") -> Exchange:
         begun = time.perf_counter()
         exchange = Exchange(time.time())
-        responses = self._responses(prompt, max_tokens, exchange)
+        responses = self._responses(prompt, max_tokens, adapter, exchange)
         try:
             for tokens in responses:
                 if tokens:
@@ -137,7 +141,7 @@ class TimedClient:
         """Whether the answer is complete although its stream has not ended."""
         return exchange.tokens >= max_tokens
 
-    def _responses(self, prompt: list[int] | str, max_tokens: int, exchange: Exchange) -> Iterator[int]:
+    def _responses(self, prompt: list[int] | str, max_tokens: int, adapter: str, exchange: Exchange) -> Iterator[int]:
         """The number of new tokens in each response; says in `exchange` how it counted.
 
         Raises:

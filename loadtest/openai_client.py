@@ -44,7 +44,7 @@ class OpenAIClient(HttpClient):
         return bool(self.traits["ids"])
 
     def models(self) -> list[str]:
-        """The names of the models.
+        """The names of the models, without their LoRA adapters.
 
         Raises:
             LoadTestError: no server, or it gives no list.
@@ -55,8 +55,10 @@ class OpenAIClient(HttpClient):
         try:
             if status != 200:
                 raise ValueError(f"{status}: {answer.decode(errors='replace').strip()}")
-            return [str(model["id"]) for model in json.loads(answer)["data"]]
-        except (ValueError, KeyError, TypeError) as error:
+            cards = json.loads(answer)["data"]
+            names = [str(card["id"]) for card in cards]
+            return [name for name, card in zip(names, cards) if card.get("parent") not in names]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise unreachable(self._address, "HTTP", f"{self._base}/models: {error}") from None
 
     def check(self) -> None:
@@ -98,8 +100,8 @@ class OpenAIClient(HttpClient):
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self._key}"} if self._key else {}
 
-    def _body(self, prompt: list[int] | str, max_tokens: int) -> dict[str, Any]:
-        body: dict[str, Any] = {"model": self._model, "stream": True}
+    def _body(self, prompt: list[int] | str, max_tokens: int, adapter: str = "") -> dict[str, Any]:
+        body: dict[str, Any] = {"model": adapter or self._model, "stream": True}
         if self.traits["path"] == _CHAT:
             body["messages"] = [{"role": "user", "content": prompt}]
         else:
@@ -116,10 +118,10 @@ class OpenAIClient(HttpClient):
     def _may_leave(self, exchange: Exchange, max_tokens: int) -> bool:
         return False  # the end of the stream says whether the answer is complete
 
-    def _responses(self, prompt: list[int] | str, max_tokens: int, exchange: Exchange) -> Iterator[int]:
+    def _responses(self, prompt: list[int] | str, max_tokens: int, adapter: str, exchange: Exchange) -> Iterator[int]:
         exchange.counted = ""
         total = 0
-        for event in self._events(self.traits["path"], self._body(prompt, max_tokens), needs_done=True):
+        for event in self._events(self.traits["path"], self._body(prompt, max_tokens, adapter), needs_done=True):
             has_text, finish_reason, tokens = _parts(event)
             if finish_reason:
                 exchange.ended_early = finish_reason != "length"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from argparse import ArgumentParser
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,32 @@ class LoadOptions(Load):
         prompt: "ids", "text" of exact lengths, "words", about one token each, or "auto": ids where they can be sent.
         tokenizer: checkpoint folder for "text"; its vocabulary also bounds "ids".
         vocab_size: bound of the random token ids if there is no tokenizer.
+        adapters: names of LoRA adapters between commas; requests take turns with them.  An empty one is the checkpoint
+            alone.  "": no request has one.
     """
 
     prompt: str = "auto"
     tokenizer: str = ""
     vocab_size: int = 1000
+    adapters: str = ""
+
+    def adapter_names(self) -> list[str]:
+        """The adapters, "" for the checkpoint alone; [] if no request has one.
+
+        Raises:
+            LoadTestError: a name is given twice.
+        """
+        if not self.adapters:
+            return []
+        names = [name.strip() for name in self.adapters.split(",")]
+        if len(set(names)) < len(names):
+            raise LoadTestError(f"--adapters {self.adapters!r}: give each name once; at most one is empty")
+        return names
+
+    def jobs(self) -> Iterator[Job]:
+        """As of `Load`, with adapters in turn; the class of a request then names its adapter, too."""
+        names, jobs = self.adapter_names(), super().jobs()
+        return (_adapted(job, names[job.index % len(names)]) for job in jobs) if names else jobs
 
     def prompts(self, seed_shift: int = 0) -> IdPrompts | TextPrompts | WordPrompts:
         """The prompt generator of this load."""
@@ -80,6 +102,11 @@ class LoadOptions(Load):
                 f"{source.name} has requests of {source.longest} tokens, which {model} rejects "
                 f"({exchange.error}); scale it to the model's context with --context N, or choose another scenario"
             )
+        short = found.prompts(_PROBE_SEED_SHIFT).make(Job(0, "probe", 4, 1))
+        for name in filter(None, self.adapter_names()):
+            exchange = client.send(short, 1, name)
+            if exchange.error is not None:
+                raise LoadTestError(f"--adapters: {model} refuses adapter {name!r} ({exchange.error}); load it there")
         return found
 
     def arguments(self) -> list[str]:
@@ -96,6 +123,10 @@ class LoadOptions(Load):
         return cls(**{name: getattr(parsed, name) for name in vars(cls())})
 
 
+def _adapted(job: Job, name: str) -> Job:
+    return dataclasses.replace(job, kind=f"{name or 'no adapter'}, {job.kind}", adapter=name)
+
+
 _HELP = {
     "scenario": "Name of the load mix.",
     "trace": "CSV or JSONL file to replay instead of a scenario.",
@@ -109,6 +140,7 @@ _HELP = {
     "prompt": "ids sends token ids, text exactly as many tokens of text, words about as many; auto: ids if possible.",
     "tokenizer": "Checkpoint folder with the tokenizer.",
     "vocab_size": "Without a tokenizer, random ids lie below this.",
+    "adapters": "LoRA adapters between commas, which requests take in turn; an empty one: none.",
 }
 
 

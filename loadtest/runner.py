@@ -92,6 +92,8 @@ def run(plan: Plan, say: Callable[[str], None] = print) -> Results:
     begun = time.monotonic()
     source = plan.load.load()
     plan.load.process()
+    if plan.against_batcher and plan.load.adapter_names():
+        raise LoadTestError("--adapters: Triton's batcher serves no adapters; give endpoints that do with --url")
     if not plan.targets and source.longest > (context := _context(plan)):
         raise LoadTestError(
             f"{source.name} has requests of {source.longest} tokens, but the model takes {context}; scale it with "

@@ -24,7 +24,7 @@ _PROBE_SECONDS = 5.0
 _MAX_MESSAGE = 64 * 2**20
 
 
-def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool) -> Iterator[tuple[str, str, Any]]:
+def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool, adapter: str) -> Iterator[tuple[str, str, Any]]:
     if isinstance(prompt, str):
         yield "text_input", "BYTES", prompt
     else:
@@ -36,6 +36,8 @@ def _inputs(prompt: list[int] | str, max_tokens: int, stream: bool) -> Iterator[
     yield "max_tokens", "INT32", max_tokens
     yield "temperature", "FP32", 0.0
     yield "ignore_eos", "BOOL", True
+    if adapter:
+        yield "lora_name", "BYTES", adapter
 
 
 _PACK = {"INT64": "q", "INT32": "i", "FP32": "f", "BOOL": "?"}
@@ -74,9 +76,9 @@ class GrpcClient(TimedClient):
         streams = config.model_transaction_policy.decoupled
         self.traits = {"batched": config.max_batch_size > 0, "streams": streams}
 
-    def _responses(self, prompt: list[int] | str, max_tokens: int, exchange: Exchange) -> Iterator[int]:
+    def _responses(self, prompt: list[int] | str, max_tokens: int, adapter: str, exchange: Exchange) -> Iterator[int]:
         message = service_pb2.ModelInferRequest(model_name=self._model)
-        for name, datatype, value in _inputs(prompt, max_tokens, self.traits["streams"]):
+        for name, datatype, value in _inputs(prompt, max_tokens, self.traits["streams"], adapter):
             values = value if isinstance(value, list) else [value]
             shape = [1, len(values)] if self.traits["batched"] else [len(values)]
             message.inputs.add(name=name, datatype=datatype, shape=shape)
@@ -126,7 +128,7 @@ class SseClient(HttpClient):
         config = json.loads(self._ask(f"/v2/models/{self._model}/config")[1])
         self.traits = {"streams": bool(config.get("model_transaction_policy", {}).get("decoupled"))}
 
-    def _responses(self, prompt: list[int] | str, max_tokens: int, exchange: Exchange) -> Iterator[int]:
-        body = {name: value for name, _, value in _inputs(prompt, max_tokens, self.traits["streams"])}
+    def _responses(self, prompt: list[int] | str, max_tokens: int, adapter: str, exchange: Exchange) -> Iterator[int]:
+        body = {name: value for name, _, value in _inputs(prompt, max_tokens, self.traits["streams"], adapter)}
         for event in self._events(f"/v2/models/{self._model}/generate_stream", body):
             yield event.get("num_output_tokens", 0)

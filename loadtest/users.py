@@ -71,7 +71,7 @@ class RequestFeed:
         self._open += 1
         self._sent += 1
         try:
-            exchange = user.endpoint.send(prompt, job.output_tokens)
+            exchange = user.endpoint.send(prompt, job.output_tokens, job.adapter)
         finally:
             self._open -= 1
         self._tell_locust(user.request_type, job, exchange)
@@ -79,6 +79,7 @@ class RequestFeed:
             {
                 "index": job.index,
                 "kind": job.kind,
+                "adapter": job.adapter,
                 "prompt_tokens": job.prompt_tokens,
                 "output_tokens": job.output_tokens,
                 "due": job.due,

@@ -46,7 +46,7 @@ class LoraOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         """Maximum of different adapters that run at the same time on "cpu" or "cuda"."""
         if device.startswith("cuda"):
             return min(self.num_device_adapters, self.num_kept_adapters)
-        return self.max_loras or self.num_kept_adapters
+        return self.num_kept_adapters
 
     @property
     def num_device_adapters(self) -> int:

@@ -2,7 +2,8 @@
 
     python run_NAME.py JOB.json
 
-The job has: `checkpoint` (a directory), `requests` ({id, prompt, out}, and perhaps temperature), `warm_up` (the same),
+The job has: `checkpoint` (a directory), `requests` ({id, prompt, out}, and perhaps temperature and `adapter`, the
+folder of a LoRA adapter), `warm_up` (the same),
 `weights` ("bf16" or "fp32"), `kv` ("bf16", "fp32" or "u8"), `threads`, `max_num_seqs`, `kv_gib`, `started` (seconds
 since the epoch when the process was spawned), `result` (the file to write), `options` (for this engine only), and
 perhaps `batches` (name -> lists of requests, which are run one list after the other and timed, before `requests`).

@@ -9,11 +9,15 @@ import gc
 import os
 import time
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import job
 
 if TYPE_CHECKING:
+    from inflight.engine.adapter import AdapterRef
+    from inflight.engine.attached import Attached
     from inflight.engine.core import EngineCore
     from inflight.engine.step_trace import StepRecord, StepTrace
 
@@ -80,12 +84,27 @@ def generate(engine: LoadedEngine, requests: list[dict[str, Any]]) -> list[list[
     outputs: list[list[int]] = [[] for _ in requests]
     for index, request in enumerate(requests):
         params = SamplingParams(temperature=request.get("temperature", 0.0), max_tokens=request["out"], ignore_eos=True)
-        failure = engine.core.add_request(AddRequest(index, request["prompt"], params))
+        message = AddRequest(index, request["prompt"], params, attached=attached(request))
+        failure = engine.core.add_request(message)
         assert failure is None, failure
     while engine.core.has_work:
         for delta in engine.core.step().deltas:
             outputs[delta.request_id] += delta.token_ids
     return outputs
+
+
+def attached(request: dict[str, Any]) -> Attached | None:
+    from inflight.engine.attached import Attached
+
+    folder = request.get("adapter")
+    return None if folder is None else Attached(adapter=adapter_of(Path(folder)))
+
+
+@cache
+def adapter_of(folder: Path) -> AdapterRef:
+    from inflight.adapters.spec import describe_adapter
+
+    return describe_adapter(folder, folder.name, 64)
 
 
 def steps(engine: LoadedEngine) -> dict[str, Any]:

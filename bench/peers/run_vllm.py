@@ -35,7 +35,18 @@ def generate(llm: Any, requests: list[dict[str, Any]]) -> list[list[int]]:
         for request in requests
     ]
     prompts = [{"prompt_token_ids": request["prompt"]} for request in requests]
-    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False)]
+    more = {"lora_request": adapters} if any(adapters := [adapter_of(request) for request in requests]) else {}
+    return [list(result.outputs[0].token_ids) for result in llm.generate(prompts, params, use_tqdm=False, **more)]
+
+
+def adapter_of(request: dict[str, Any]) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    folder = request.get("adapter")
+    return None if folder is None else LoRARequest(folder, _numbers.setdefault(folder, len(_numbers) + 1), folder)
+
+
+_numbers: dict[str, int] = {}  # of the adapters, from 1
 
 
 if __name__ == "__main__":

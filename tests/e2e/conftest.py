@@ -43,6 +43,7 @@ GROUPS = {
     ),
     "e2e-models": (
         "adapters",
+        "adapters_real_model",
         "draining",
         "frontend_fake_engine",
         "grouping",

@@ -14,6 +14,8 @@ from loadtest.clients import connect, find_kind
 from loadtest.errors import LoadTestError
 from loadtest.exchange import Exchange
 from loadtest.openai_client import OpenAIClient
+from loadtest.options import LoadOptions
+from loadtest.targets import sole_model
 
 
 def _checked(url: str, **options: Any) -> OpenAIClient:
@@ -136,6 +138,19 @@ def test_events_of_any_form_fail_only_their_request(event: str) -> None:
         "an event of an unknown form",
         "an error in the stream",
     )
+
+
+def test_an_adapter_is_asked_for_as_a_model() -> None:
+    with serving_openai(adapters=("doll", "sheep")) as server:
+        client = _checked(server.url)
+        assert client.models() == ["demo"] and sole_model(client, server.url) == "demo"
+        assert client.send([1], 3, "sheep").error is None and client.send([1], 3).error is None
+        assert [body["model"] for body in server.bodies[-2:]] == ["sheep", "demo"]
+        load = LoadOptions(scenario="uniform", adapters="doll,sheep,")
+        assert load.checked(client, "demo") == load
+        assert [body["model"] for body in server.bodies[-3:]] == ["demo", "doll", "sheep"]
+        with pytest.raises(LoadTestError, match=r"demo refuses adapter 'llama' \(HTTP 404.*; load it there"):
+            LoadOptions(scenario="uniform", adapters="doll,llama").checked(client, "demo")
 
 
 def test_a_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

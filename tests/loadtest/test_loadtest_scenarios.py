@@ -130,9 +130,26 @@ def test_wrong_options_say_what_is_allowed() -> None:
         (LoadOptions(arrivals="trace"), "--trace"),
         (LoadOptions(arrivals="poisson", rate=-1.0), "must be above 0"),
         (LoadOptions(trace="/nowhere.csv"), "give a CSV or JSONL file"),
+        (LoadOptions(adapters="doll,sheep,doll"), "give each name once"),
+        (LoadOptions(adapters=","), "at most one is empty"),
     ]:
         with pytest.raises(WorkloadError, match=said):
             list(options.jobs())
+
+
+def test_requests_take_the_adapters_in_turn() -> None:
+    options = LoadOptions(scenario="chat-rag", requests=7, arrivals="poisson", adapters="doll, sheep,")
+    plain = list(LoadOptions(scenario="chat-rag", requests=7, arrivals="poisson").jobs())
+    jobs = list(options.jobs())
+    assert [job.adapter for job in jobs] == ["doll", "sheep", "", "doll", "sheep", "", "doll"]
+    assert [job.kind for job in jobs[:3]] == [
+        f"{name}, {job.kind}" for name, job in zip(("doll", "sheep", "no adapter"), plain)
+    ]
+    assert [dataclasses.replace(job, kind="", adapter="") for job in jobs] == [
+        dataclasses.replace(job, kind="") for job in plain
+    ]
+    assert options.arguments()[-2:] == ["--adapters", "doll, sheep,"]
+    assert {job.adapter for job in plain} == {""} and LoadOptions().adapter_names() == []
 
 
 def test_text_prompts_need_a_tokenizer() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from adapter_folders import write_adapter
 
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.server import ServerOptions
@@ -29,6 +30,7 @@ from loadtest.server import checkpoint_folder, write_repository
 ROOT = Path(__file__).parents[2]
 LOCUSTFILE = ROOT / "loadtest" / "locustfile.py"
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+ADAPTERS = ("doll", "sheep")
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.xdist_group("loadtest")]
 
 
@@ -42,7 +44,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     repository = tmp_path_factory.mktemp("repository")
     options = {"dtype": "float32", "cpu_threads": 1, "kv_cache_memory": "64MiB", "max_num_seqs": 16}
     options["stream_interval"] = 1  # a response for each token: "auto" sends fewer on a busy machine
-    write_repository(repository, checkpoint_folder("demo"), options)
+    checkpoint, adapters = checkpoint_folder("demo"), tmp_path_factory.mktemp("adapters")
+    write_repository(repository, checkpoint, {**options, "enable_lora": True})
+    folders = {name: write_adapter(adapters / name, seed=i, checkpoint=checkpoint) for i, name in enumerate(ADAPTERS)}
+    written = json.dumps({name: str(folder) for name, folder in folders.items()})
+    (repository / "inflight" / "1" / "multi_lora.json").write_text(written)
     with TritonServer(repository, exit_timeout=5) as server:
         yield server
 
@@ -148,6 +154,42 @@ def test_openai_users_stream_from_a_gateway(
     assert int(statistics[("ITL", "uniform")]["Request Count"]) == gaps
 
 
+@pytest.mark.parametrize("kind", ["grpc", "sse", "openai"])
+def test_users_of_adapters(server: TritonServer, tmp_path: Path, kind: str) -> None:
+    """Statistics of each; a report's table has them, too."""
+    (port,) = pick_ports(1)
+    gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
+    if kind == "openai":
+        gateway.start(server.grpc_address)
+    host = {"grpc": server.grpc_address, "sse": f"http://{server.http_address}"}.get(kind, f"http://127.0.0.1:{port}")
+    locust = ["locust", "-f", str(LOCUSTFILE), "--headless", "--host", host, "--model", "inflight", "--csv", "run"]
+    load = ["--scenario", "uniform", "--requests", "7", "--users", "3", "--spawn-rate", "9", "--record", "record.jsonl"]
+    try:
+        refused = _run(*locust, *load, "--adapters", "doll,llama", folder=tmp_path)
+        assert refused.returncode == 2 and "inflight refuses adapter 'llama'" in refused.stderr
+        done = _run(*locust, *load, "--adapters", "doll,sheep,", folder=tmp_path)
+        assert done.returncode == 0, done.stderr
+    finally:
+        if kind == "openai":
+            gateway.stop()
+    rows = _rows(tmp_path / "record.jsonl")
+    assert [row["error"] for row in rows] == [None] * 7
+    assert sorted(row["adapter"] for row in rows) == ["", "", "doll", "doll", "doll", "sheep", "sheep"]
+    statistics = _statistics(tmp_path / "run_stats.csv")
+    for name, count in (("doll", 3), ("sheep", 2), ("no adapter", 2)):
+        for figure in (kind, "TTFT"):
+            assert int(statistics[figure, f"{name}, uniform"]["Request Count"]) == count
+
+
+def test_a_report_with_adapters(server: TritonServer, tmp_path: Path) -> None:
+    side = ["--url", server.grpc_address, "--model", "inflight", "--adapters", "doll,"]
+    load = ["--context", "220", "--scenario", "uniform", "--requests", "8", "--users", "4", "--rounds", "1"]
+    done = _run("loadtest", "run", *side, *load, "--sweep", "", "--output", str(tmp_path), folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "doll, uniform" in page and "no adapter, uniform" in page
+
+
 def test_a_user_embeds_texts_beside_chats(server: TritonServer, tmp_path: Path) -> None:
     (port,) = pick_ports(1)
     gateway = GatewayProcess(GatewayOptions(), ServerOptions(port=port, exit_timeout=2))
@@ -226,6 +268,7 @@ def test_bad_input_without_a_server(tmp_path: Path) -> None:
         (["--checkpoint", "/nowhere"], "give one, or demo"),
         (["--checkpoint", "demo", "--context", "600", "--set", "max_num_sequences=4"], "did you mean 'max_num_seqs'?"),
         (["--sweep", "fast"], "shares of the capacity"),
+        (["--adapters", "doll"], "Triton's batcher serves no adapters"),
     ):
         done = _run("loadtest", "run", *arguments, "--output", str(tmp_path / "out"), folder=tmp_path)
         assert done.returncode == 2, (arguments, done.stdout, done.stderr)

@@ -60,6 +60,8 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 # Others, for a test of their own.
 FURTHER: dict[str, dict[str, Any]] = {
     "modernbert-decoder": dict(local_attention=16, pad_token_id=0, bos_token_id=0, cls_token_id=0, sep_token_id=0),
+    "gpt_neox": dict(pad_token_id=0),
+    "stablelm": dict(pad_token_id=0),
     "roberta": dict(is_decoder=True, pad_token_id=1, type_vocab_size=1),
 }
 

@@ -19,6 +19,7 @@ class OpenAIServer:
 
     Attributes:
         models: their names.
+        adapters: names of LoRA adapters of the first one.
         usage: "each" response has it, the "end", or "none".
         refused: keys of a body (or of its `stream_options`) that it answers with 400, naming the first of them.
         tokens: of each answer; None: as many as requested.
@@ -32,6 +33,7 @@ class OpenAIServer:
     """
 
     models: tuple[str, ...] = ("demo",)
+    adapters: tuple[str, ...] = ()
     usage: str = "each"
     refused: tuple[str, ...] = ()
     tokens: int | None = None
@@ -50,6 +52,8 @@ class OpenAIServer:
             return 404, "Not Found"
         if self.text_only and isinstance(body.get("prompt"), list):
             return 400, "prompt must be a string"
+        if body["model"] not in (*self.models, *self.adapters):
+            return 404, f"The model `{body['model']}` does not exist."
         options = body.get("stream_options") or {}
         if named := [key for key in self.refused if key in body or key in options]:
             return 400, f"Unrecognized request argument supplied: {named[0]}"
@@ -84,7 +88,9 @@ def serving_openai(**whims: Any) -> Iterator[OpenAIServer]:
         def do_GET(self) -> None:
             if self._may_enter():
                 found = self.path == "/v1/models"
-                self._say(200 if found else 404, json.dumps({"data": [{"id": name} for name in whim.models]}).encode())
+                cards: list[dict[str, Any]] = [{"id": name, "parent": None} for name in whim.models]
+                cards += [{"id": name, "parent": whim.models[0]} for name in whim.adapters]
+                self._say(200 if found else 404, json.dumps({"data": cards}).encode())
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -36,14 +37,14 @@ class Outcome(NamedTuple):
 class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
-    def reset(self) -> None:
-        """A new engine core: it has no requests."""
+    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
+        """A new engine core: it has no requests.  `goes_before`: whether a request is admitted before another one."""
 
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
-        """Whether a request, which is next or was held, may start with it.  The first to ask comes first.
+    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
+        """Whether `request`, which is next or was held, may start with it.  The first to ask or to go comes first.
 
         Args:
             begun: it holds the adapter already, for another sequence or before it was preempted.

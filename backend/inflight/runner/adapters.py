@@ -89,7 +89,9 @@ class AdapterTable:
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
-        self._promised: dict[str, float] = {}  # id that got a slot, and has no request running -> when it was asked for
+        # id that got a slot, and has no request running -> when it was asked for, and the request that asked last
+        self._promised: dict[str, tuple[float, Any]] = {}
+        self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
         self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
 
     def get(self, adapter_id: str) -> Entry | None:
@@ -97,7 +99,8 @@ class AdapterTable:
         entry = self._entries.get(adapter_id)
         return entry if entry is not None and entry.packed is not None else None
 
-    def reset(self) -> None:
+    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
+        self._goes_before = goes_before
         for entry in self._entries.values():
             entry.num_held = 0
         self._waiting.clear()
@@ -115,7 +118,7 @@ class AdapterTable:
         elif self._evict(now):
             self._touch(self._begin(ref), now)
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
+    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
         failure = self._failures.get(ref.id)
         if failure is not None:
             return Outcome(False, failure[0])
@@ -136,7 +139,7 @@ class AdapterTable:
             return Outcome(True)
         if entry.num_held:
             return Outcome(entry not in self._draining(now))
-        return Outcome(self._take_slot(ref.id, now))
+        return Outcome(self._take_slot(ref.id, now, request))
 
     def hold(self, ref: AdapterRef) -> None:
         entry = self._entries[ref.id]
@@ -179,20 +182,27 @@ class AdapterTable:
         entry.asked = now
         self._entries.move_to_end(entry.ref.id)
 
-    def _take_slot(self, adapter_id: str, now: float) -> bool:
+    def _take_slot(self, adapter_id: str, now: float, request: Any) -> bool:
         """Whether a loaded adapter without requests may run; else its request waits for a slot.
 
         A free slot is promised to one adapter.  Were all that wait ready, their requests would return to the queue, and
-        all but one would be held again, with new deadlines.
+        all but one would be held again, with new deadlines.  A request that goes before the one that has the promise,
+        and that lacks blocks perhaps, takes it.
         """
-        self._promised = {
-            key: asked for key, asked in self._promised.items() if key in self._entries and now - asked < _PROMISED
+        promised = {
+            key: (asked, other)
+            for key, (asked, other) in self._promised.items()
+            if key in self._entries and now - asked < _PROMISED
         }
+        self._promised = promised
         num_running = sum(1 for entry in self._entries.values() if entry.num_held)
-        if adapter_id not in self._promised and num_running + len(self._promised) >= self._max_running:
-            self._wait(adapter_id, now)
-            return False
-        self._promised[adapter_id] = now
+        if adapter_id not in promised and num_running + len(promised) >= self._max_running:
+            key = next((key for key, (_, other) in promised.items() if self._goes_before(request, other)), None)
+            if key is None:
+                self._wait(adapter_id, now)
+                return False
+            del promised[key]
+        promised[adapter_id] = now, request
         return True
 
     def _submit(self, entry: Entry) -> None:

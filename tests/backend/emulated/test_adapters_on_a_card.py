@@ -318,6 +318,70 @@ def test_the_slot_that_was_used_longest_ago_is_taken(card: Card) -> None:
         model(torch.ones(3, 8, device=CUDA))
 
 
+def launched(model: Tiny, adapters: DeviceAdapters, rows: list[Any]) -> Tensor:
+    """The sums that a step with one token a row adds [rows], once the card has come to it."""
+    with torch.inference_mode():
+        adapters.set_rows(rows, [1] * len(rows))
+        adapters.expect(len(rows))
+        found = model(torch.ones(len(rows), 8, device=CUDA)) - model.all.weight.sum(1)
+        adapters.expect(0)
+        return found[:, 0]
+
+
+def test_a_copy_waits_for_the_last_step_that_read_its_slot_and_for_none_behind(card: Card) -> None:
+    model, adapters = tiny_adapters(2)
+    one, two, three = (adapters.pack(matrices(value)) for value in (1.0, 2.0, 3.0))
+    steps, copies, ends = card.current_stream(), adapters._copies._stream, []
+    results = []
+    for rows in ([two, one], [two], [None], [two, three], [three], [None]):
+        results.append(launched(model, adapters, rows))
+        ends.append(steps.submitted)
+    assert steps.done < ends[0]
+    copies.synchronize()
+    assert copies.done == copies.submitted and ends[0] <= steps.done < ends[1], "three takes the slot of one"
+    assert [[round(x) for x in found.tolist()] for found in results] == [[16, 8], [16], [0], [16, 24], [24], [0]]
+
+
+def test_only_the_first_step_that_reads_a_slot_waits_for_its_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, adapters = tiny_adapters(2)
+    one, two = (adapters.pack(matrices(value)) for value in (1.0, 2.0))
+    waits: list[Any] = []
+    wait = torch.cuda.Stream.wait_stream
+    monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waits.append(other) or wait(self, other))
+    counts = []
+    for rows in ([None], [one], [one, one], [None], [one, two], [two], [one]):
+        launched(model, adapters, rows)
+        counts.append(len(waits))
+    assert counts == [0, 1, 1, 1, 2, 2, 2]
+
+
+def test_a_step_that_fails_between_two_copies_leaves_both_slots_right(
+    card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, adapters = tiny_adapters(2)
+    one, two = (adapters.pack(matrices(value)) for value in (1.0, 2.0))
+    fill = adapters._copies.fill
+
+    def fails(slot: int, values: Tensor) -> None:
+        if values is two.values:
+            raise torch.OutOfMemoryError("no")
+        fill(slot, values)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+        patch.setattr(adapters._copies, "fill", fails)
+        launched(model, adapters, [one, two])
+    later = launched(model, adapters, [one]), launched(model, adapters, [two, one])
+    assert [[round(x) for x in found.tolist()] for found in later] == [[8], [16, 8]]
+
+
+def test_a_copy_waits_for_the_check_at_load(card: Card) -> None:
+    model, adapters = tiny_adapters(1)
+    adapters.verify()
+    found = launched(model, adapters, [adapters.pack(matrices(2.0))])
+    adapters._copies._stream.synchronize()
+    assert round(found[0].item()) == 16
+
+
 class OfTheFirstSlot(ReferenceLora):
     def add(self, x: Tensor, slots: LoraSlots, slot_of_token: Tensor, y: Tensor) -> None:
         super().add(x, slots, slot_of_token.clamp(max=0), y)

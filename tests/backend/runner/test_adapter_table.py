@@ -15,6 +15,7 @@ from inflight.adapters.spec import AdapterError
 from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.attached import Attached
 from inflight.engine.integrity import check_core
+from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.runner.adapters import AdapterTable, Entry
 
 
@@ -211,6 +212,54 @@ def test_a_slot_is_not_kept_for_one_that_was_passed_by_others() -> None:
     assert [table.after(0.2).outcome(one) for one in (B, A)] == [READY, WAITS]
 
 
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", [0, 1, 2]), ("priority", [0, 2, 1]), ("sjf", [0, 2, 1]), ("edf", [0, 2, 1])]
+)
+def test_who_lacks_blocks_keeps_no_slot_from_one_that_goes_before_it(policy: str, order: list[int]) -> None:
+    """Request 1 has the promise of the only slot, and waits for the blocks of request 0, which has no adapter."""
+    table = Table(limit=4, max_running=1)
+    core = make_core(
+        Info(num_blocks=16, adapters=table),
+        clock=lambda: table.now,
+        enable_lora=True,
+        block_size=4,
+        scheduling_policy=policy,
+        enable_prefix_caching=False,
+    )
+    started: list[int] = []
+
+    def step() -> None:
+        started.extend(one.request_id for one in core.step().deltas if one.request_id not in started)
+        check_core(core)
+        table.after(0.01)
+
+    add(core, 0, [3] * 30, {"priority": -9}, max_tokens=20, ignore_eos=True)
+    step()
+    for number, length, priority, ref in ((1, 40, 5, A), (2, 4, 1, B)):
+        choices = {"attached": Attached(adapter=ref), "priority": priority, "deadline": 60.0 * (3 - number)}
+        add(core, number, [3] * length, choices, max_tokens=9 // number, ignore_eos=True)
+        table.finish()
+        step()
+        assert list(table._promised) == [(A if policy == "fcfs" or number == 1 else B).id] or number in started
+    while core.has_work:
+        step()
+    assert started == order and not table._promised
+
+
+def test_a_request_of_the_same_rank_takes_no_promise() -> None:
+    table = Table(limit=2, max_running=1)
+    table.reset(lambda request, other: request < other)
+    for one in (A, B):
+        table.start(one)
+        table.finish()
+    assert table.outcome(A, request=2) == READY
+    assert table.outcome(B, request=2) == WAITS
+    assert table.outcome(B, request=1) == READY
+    assert table.outcome(A, request=2) == WAITS
+    table.hold(B)
+    assert table.outcome(A, request=0) == WAITS, "B runs"
+
+
 def test_requests_that_wait_for_a_slot_start_in_turn_and_within_a_minute() -> None:
     """Each runs for 22 s.  A slot that another one gets does not prolong a request's wait."""
     table = Table(limit=6, max_running=1)
@@ -262,6 +311,26 @@ def test_answers_of_load() -> None:
     table.finish("adapter 'c': no")
     with pytest.raises(ValueError, match="'c': no"):
         failed.result()
+
+
+def test_thousands_of_adapters_leave_nothing_behind() -> None:
+    """Good and damaged ones, with requests that run, and requests that are aborted while they wait."""
+    table = Table(limit=4, max_running=2)
+    core = make_core(Info(adapters=table), clock=lambda: table.now, enable_lora=True)
+    for number in range(4_000):
+        ref = ref_of(str(number))
+        add(core, number, [3] * 5, {"attached": Attached(adapter=ref)}, max_tokens=1, ignore_eos=True)
+        if number % 100 == 99:  # aborted while it is loaded
+            core.abort(number)
+        while table.loading:
+            table.finish("adapter: damaged" if number % 3 == 0 else "")
+        while core.has_work:
+            core.step()
+        table.after(1)
+    assert len(table._entries) <= 4 and not table._waiting and not table._promised
+    assert len(table._failures) <= 1024
+    (admission,) = (one for one in core.scheduler.listeners if isinstance(one, AdapterAdmission))
+    assert not admission._open and not admission._begun
 
 
 @settings(max_examples=30, deadline=None)

@@ -37,6 +37,7 @@ class Job:
         prompt_tokens, output_tokens: exact numbers of tokens.
         due: seconds after the start of the load at which it is sent; None if it waits for a free user.
         hash_ids: ids of the prompt's blocks of 512 tokens; equal ids mean equal tokens (Mooncake).
+        adapter: name of the LoRA adapter that answers; "" is the checkpoint alone.
     """
 
     index: int
@@ -45,6 +46,7 @@ class Job:
     output_tokens: int
     due: float | None = None
     hash_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from inflight.engine.adapter import AdapterRef, Adapters
 from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.base import AdmissionPolicy, NotYet
+from inflight.engine.policies.base import AdmissionPolicy, NotYet, Rank
 from inflight.engine.request import Request
 
 __all__ = ["AdapterAdmission"]
@@ -22,12 +22,12 @@ class AdapterAdmission(EngineListener):
     not wait for it again.
     """
 
-    def __init__(self, inner: AdmissionPolicy, adapters: Adapters) -> None:
+    def __init__(self, inner: AdmissionPolicy, adapters: Adapters, rank: Rank) -> None:
         self._inner = inner
         self._adapters = adapters
         self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
         self._begun: set[int] = set()  # ids of requests
-        adapters.reset()
+        adapters.reset(lambda request, other: rank.position(request, [other]) == 0)
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
@@ -40,7 +40,7 @@ class AdapterAdmission(EngineListener):
     ) -> bool | NotYet:
         ref = _adapter_of(request)
         if ref is not None:
-            outcome = self._adapters.outcome(ref, request.request_id in self._begun)
+            outcome = self._adapters.outcome(ref, request.request_id in self._begun, request)
             if not outcome.ready:
                 return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome.failure)
         answer = self._inner.admits(request, prefix, running, pool)

@@ -1,11 +1,7 @@
 """Adapters of a model on a GPU: slots that are allocated once, and kernels that add what each row's slot adds.
 
 A slot has room for the matrices of one adapter, of all layers, in one piece; the adapters in host memory have the same
-layout, so that one copy fills a slot.  It is queued in front of the first step that reads it, behind all steps that
-read what was there: the device's queue keeps the order, and the host waits for nothing.
-
-    steps          a a b | a a b |        c a c
-    copies                        c into the slot of b
+layout, so that one copy fills a slot, beside the steps that do not read it (`SlotCopies`).
 
 The slots' addresses, and those of the tokens' slots, never change, so that CUDA graphs can read them.
 """
@@ -28,6 +24,7 @@ from inflight.kernels.registry import select_lora
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward.adaptable_layers import called_with_all, linears_of, module_of, sizes_of
 from inflight.loading.forward.fused_decoder import projections_of
+from inflight.loading.forward.slot_copies import SlotCopies
 from inflight.loading.load_errors import LoadError, in_one_line
 from inflight.loading.recognise.projection import Added, Projection, takes_quantized
 from inflight.ops.lora import LoraOps, LoraSlots, ReferenceLora, padded_rank
@@ -155,6 +152,7 @@ class DeviceAdapters:
                 "not left beside the weights; lower max_loras or max_lora_rank"
             ) from error
         self.nbytes = num_bytes
+        self._copies = SlotCopies(self._slots)
         self._of_token = torch.full((max_tokens,), -1, dtype=torch.int32, device=self._device)
         self._num_written = 0  # leading elements of it that can be of an adapter
         self._num_tokens = 0  # of the forward pass, if its rows have adapters
@@ -173,6 +171,7 @@ class DeviceAdapters:
 
     @torch.inference_mode()
     def set_rows(self, adapters: Sequence[_Packed | None], num_tokens: Sequence[int]) -> None:
+        self._copies.step_begins()
         used = {id(adapter): adapter for adapter in adapters if adapter is not None}
         if not used:
             if self._num_written:  # rows of a step that failed on the host can make this one count as adapted
@@ -203,8 +202,9 @@ class DeviceAdapters:
                 slot = found[key] = next(slot for slot in self._held if slot not in found.values())
                 self._held[slot] = None  # until the copy is queued
                 self._held.move_to_end(slot)
-                self._slots[slot].copy_(adapter.values, non_blocking=True)
+                self._copies.fill(slot, adapter.values)
                 self._held[slot] = adapter
+        self._copies.step_reads(list(found.values()))
         return found
 
     def _added(self, paths: Sequence[str], slots: LoraSlots, x: Tensor, y: Tensor) -> Tensor:
@@ -235,6 +235,7 @@ class DeviceAdapters:
             why = _wrong(self._ops, slots, len(self._of_token))
             for matrix in (slots.a[-1], slots.b[-1]):
                 matrix.zero_()
+            self._copies.written()
             if why is not None:
                 raise LoadError(f"enable_lora=True does not work here: {product.paths[0]}: {why}; remove it")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import NotYet
+from inflight.engine.policies.defaults import FcfsOrder
 from inflight.engine.sampling_params import SamplingParams
 
 
@@ -26,11 +28,11 @@ class Table:
         self.held: list[str] = []
         self.forgotten: list[str] = []
 
-    def reset(self) -> None: ...
+    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None: ...
 
     def start(self, ref: AdapterRef) -> None: ...
 
-    def outcome(self, ref: AdapterRef, begun: bool = False) -> Outcome:
+    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
         return Outcome(begun or ref.name not in self.waiting)
 
     def hold(self, ref: AdapterRef) -> None:
@@ -94,7 +96,8 @@ def test_a_request_that_has_begun_holds_its_adapter_once_until_it_ends(table: Ta
 def test_who_waits_for_something_else_waits_for_no_adapter(table: Table, answer: bool | NotYet) -> None:
     inner = SimpleNamespace(admits=lambda *args: answer)
     request = SimpleNamespace(request_id=1, attached=Attached(adapter=AdapterRef("a", "id of a", "/nowhere", 4)))
-    assert AdapterAdmission(inner, table).admits(request, [], [], None) is answer  # type: ignore[arg-type]
+    admission = AdapterAdmission(inner, table, FcfsOrder())  # type: ignore[arg-type]
+    assert admission.admits(request, [], [], None) is answer  # type: ignore[arg-type]
     assert table.forgotten == ([] if isinstance(answer, bool) else ["a"])
 
 

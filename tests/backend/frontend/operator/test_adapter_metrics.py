@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inflight.config import EngineConfig
 from inflight.frontend.operator import adapter_metrics
 from inflight.frontend.operator.adapter_metrics import AdapterMetrics
 from inflight.frontend.operator.metric_specs import MetricSpec
@@ -158,3 +159,18 @@ def test_loads() -> None:
     rig.publish()
     assert {m.labels["outcome"]: m.value for m in rig.of("inflight_adapter_loads_total")} == {"loaded": 1, "refused": 1}
     assert rig.of("inflight_adapter_load_seconds")[0].observed == [0.5, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "count"),
+    [
+        ("cpu", {}, 32),
+        ("cpu", {"max_loras": 3}, 32),
+        ("cpu", {"max_loras": 3, "max_cpu_loras": 5}, 5),
+        ("cuda", {}, 8),
+        ("cuda:1", {"max_loras": 3}, 3),
+        ("cuda", {"max_loras": 3, "max_cpu_loras": 2}, 2),
+    ],
+)
+def test_max_lora_is_how_many_can_run(device: str, options: dict[str, int], count: int) -> None:
+    assert EngineConfig(model="x", enable_lora=True, **options).num_running_adapters(device) == count  # type: ignore[arg-type]
