@@ -10,11 +10,13 @@ A spare process does that once, ahead of time (`heat`): its forks have the file 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ from inflight.device.memory import available_memory, format_bytes
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
 from inflight.load_phases import enter_phase
+from inflight.loading.grammars import share_grammars
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel, device_of
 from inflight.loading.saved import weights_file
@@ -35,11 +38,12 @@ from inflight.loading.saved.mapped_file import Damaged, MappedFile
 from inflight.loading.saved.prefetch import prefetched
 from inflight.loading.saved.saved_model import content_of, model_of
 
-__all__ = ["REUSED", "heat", "is_kept", "load_or_reuse", "wait_until_kept"]
+__all__ = ["REUSED", "heat", "heat_further", "is_kept", "load_or_reuse", "wait_until_kept"]
 
 REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
 _writers: list[threading.Thread] = []
+_later: list[Callable[[], None]] = []  # what `heat` leaves to `heat_further`
 _hot: dict[str, MappedFile] = {}  # by key: mapped, and with the right logits, in this process or in its parent
 _program_key = functools.cache(program_key)  # of the program that runs, not of one that is installed meanwhile
 
@@ -99,12 +103,23 @@ def heat(config: EngineConfig) -> bool:
     try:
         cache, key = _place(config)
         # The KV pool that is made for this is never written as a whole: that would be a second one beside an engine's.
-        _reuse(cache, key, msgspec.structs.replace(config, itl_target_ms=None), time.perf_counter(), hold=True)
+        tried = msgspec.structs.replace(config, itl_target_ms=None)
+        loaded = _reuse(cache, key, tried, time.perf_counter(), hold=True)
+        if loaded is not None:
+            facts = loaded.info.vocab_size, loaded.info.eos_token_ids
+            _later.append(functools.partial(share_grammars, config, *facts))
     except CannotKeep:
         return False
     finally:
         torch.set_num_threads(threads)
     return key in _hot
+
+
+def heat_further() -> None:
+    """Read the vocabulary of grammars for forks of this process, too: work that the first one is not to wait for."""
+    while _later:
+        with contextlib.suppress(Exception):  # no grammars: a request that has one is told
+            _later.pop()()
 
 
 def wait_until_kept(seconds: float | None = None) -> None:

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.device.deferred_torch import import_torch
 from inflight.loading.saved.prefetch import prefetch
 
-__all__ = ["warm_up"]
+__all__ = ["warm_up", "warm_up_further"]
 
 
 def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
@@ -29,6 +29,13 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
     thread = threading.Thread(target=_warm_up, args=(config, idle, run), name="warm-up")
     thread.start()
     thread.join()
+
+
+def warm_up_further() -> None:
+    """What the first fork was not to wait for, once."""
+    from inflight.loading.startup import heat_further
+
+    heat_further()
 
 
 def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
