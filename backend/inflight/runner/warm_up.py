@@ -44,10 +44,13 @@ def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obj
     prefetch(config)  # a thread inherits the class of the one that starts it
     import_torch()
     from inflight.loading.startup import heat, is_kept
+    from inflight.runner.draft_runner import draft_config
 
     with contextlib.suppress(Exception):
         kept = is_kept(config)
-        if heat(config):
+        draft = draft_config(config) if kept else None
+        kept = kept and (draft is None or is_kept(draft))
+        if heat(config) and (draft is None or heat(draft, grammars=False)):
             # Threads of a product would be missing in a fork, which believes that they wait for it.
             run(
                 msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None)
