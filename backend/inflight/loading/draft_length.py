@@ -1,4 +1,4 @@
-"""How long requests with a draft model can be, by two checkpoints: remembered, so that only a first start asks transformers.
+"""How long requests with a draft model can be: remembered, so that only a first start asks transformers.
 
 Kept beside kept weights, by the same keys: of both checkpoints, with their options, and of this program.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ _shared: dict[_Key, tuple[Path, _State, GuidanceGrammars]] = {}  # read in this 
 
 
 def checkpoint_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
-    """The tokenizer is read when the first grammar, or a warm-up, asks for it; unless the parent process has done it."""
+    """The tokenizer is read when the first grammar or a warm-up asks for it, unless the parent process has done it."""
     shared = _shared.get(_key(config, vocab_size, eos_token_ids))
     if shared is not None and _state(shared[0]) == shared[1]:
         return shared[2]
