@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long an engine process takes to be ready: a full load, and one from the weights that an earlier load has kept.
 
-    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--dtype bfloat16] [--rounds 5] [--output FILE]
+    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--rounds 5] [--output FILE]
 
 Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
 ready.  The file of kept weights is made by a start that is not timed.

@@ -30,7 +30,7 @@ class _Note(msgspec.Struct):
 
 
 def agreed_length(target: EngineConfig, draft: EngineConfig, read: Callable[[], int]) -> int:
-    """What `read` has returned when it was called last for these checkpoints and options.
+    """The result of `read`, or of an earlier start for these checkpoints and options.
 
     Args:
         read: raises ConfigError or LoadError, which is not remembered.

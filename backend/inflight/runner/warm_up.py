@@ -32,7 +32,7 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
 
 
 def warm_up_further() -> None:
-    """What the first fork was not to wait for, once."""
+    """Do the rest, which the first fork was not to wait for; once."""
     from inflight.loading.startup import heat_further
 
     heat_further()
