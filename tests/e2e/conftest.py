@@ -45,6 +45,7 @@ GROUPS = {
         "adapters",
         "draining",
         "frontend_fake_engine",
+        "gguf_reload",
         "grouping",
         "kept_weights",
         "kubernetes",
