@@ -45,7 +45,6 @@ GROUPS = {
         "adapters",
         "draining",
         "frontend_fake_engine",
-        "gguf_reload",
         "grouping",
         "kept_weights",
         "kubernetes",
