@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """How long an engine process takes to be ready: a full load, and one from the weights that an earlier load has kept.
 
-    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand] [--dtype bfloat16] [--rounds 5] [--output FILE]
+    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--rounds 5] [--output FILE]
 
 Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
 ready.  The file of kept weights is made by a start that is not timed.
@@ -120,8 +120,8 @@ def pss(pid: int) -> float:
 
 
 def forget(*folders: Path) -> None:
-    """Drop the files of these folders from the page cache."""
-    for path in (path for folder in folders for path in folder.rglob("*") if path.is_file()):
+    """Drop the files of these folders, or these files, from the page cache."""
+    for path in (path for folder in folders for path in (folder, *folder.rglob("*")) if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -129,7 +129,7 @@ def forget(*folders: Path) -> None:
 
 
 def run(model: str, side: str, cache: str, args: Any) -> common.Run:
-    path = common.checkpoint(model, args.dtype)
+    path = model if model.endswith(".gguf") else common.checkpoint(model, args.dtype)
     if side.endswith("cold"):
         forget(Path(path), Path(cache))
     options = {
@@ -151,7 +151,7 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
 def main() -> None:
     args = common.options(
         __doc__,
-        models=common.choice(["llama-60m-rand", "qwen3-0.6b-rand"]),
+        models=["llama-60m-rand", "qwen3-0.6b-rand"],
         sides=common.choice(SIDES),
         dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
         rounds=5,
@@ -173,7 +173,7 @@ def main() -> None:
     found = {model: common.medians(sides, "seconds") for model, sides in runs.items()}
     for model, sides in found.items():
         for side, figures in sides.items():
-            print(f"{model:<18} {side:<14} {figures['seconds']:6.2f} s")
+            print(f"{Path(model).name:<18} {side:<14} {figures['seconds']:6.2f} s")
     common.record(args, runs, medians=found)
 
 

@@ -157,6 +157,7 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
             try:
                 sender, message = inbox.get(timeout=_IDLE_BEAT_SECONDS)
             except Empty:
+                _warm_up_grammars(core)
                 continue
             if isinstance(message, AddRequest):
                 heartbeat.adding(message.request_id)
@@ -178,6 +179,12 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
                 return
         heartbeat.beat(len(core.live_ids))
         _step(engine, frontends)
+
+
+def _warm_up_grammars(core: EngineCore) -> None:
+    """Once the engine is idle: reading a vocabulary takes Python's lock for tenths of a second at a time."""
+    if core.info.grammars is not None:
+        core.info.grammars.warm_up()
 
 
 def _add(core: EngineCore, message: AddRequest) -> RequestFailed | None:
@@ -237,7 +244,7 @@ def _answer_of(ask: Ask, value: Callable[[], Any]) -> Answer:
 
 def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
-    from inflight.runner.warm_up import warm_up
+    from inflight.runner.warm_up import warm_up, warm_up_further
 
     newly_kept = NewlyKept(config)
 
@@ -245,8 +252,12 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
         warm_up(config, idle, _run_a_token)
         import inflight.engine.assembly  # noqa: F401
 
+    def is_outdated() -> bool:
+        warm_up_further()
+        return newly_kept.any()
+
     _name("inflight-spare")
-    return serve_forks(control, prepare, newly_kept.any)
+    return serve_forks(control, prepare, is_outdated)
 
 
 def _run_a_token(config: EngineConfig) -> None:
@@ -314,8 +325,6 @@ def main(argv: list[str] | None = None) -> int:
         engine, ready = loaded
         core = engine.core
         settle_garbage_collector()
-        if core.info.grammars is not None:
-            core.info.grammars.warm_up()
         if args.shared:
             owner.send(ready)
         inbox: Inbox = SimpleQueue()

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import greedy_reference, make_checkpoint
@@ -17,6 +18,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
 from inflight.kernels.cpu import library
 from inflight.loading.startup import load_or_reuse, wait_until_kept
+from inflight.runner.pipeline import make_runner
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
@@ -25,26 +27,34 @@ OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "cpu
 
 
 class Place:
-    def __init__(self, checkpoint: str, file: Path, spare: ForkServerProcess) -> None:
-        self.checkpoint = checkpoint
+    """A spare process for `options`, and the file that it has mapped."""
+
+    def __init__(self, file: Path, options: dict[str, Any]) -> None:
+        self.checkpoint: str = options["model"]
         self.file = file
-        self.spare = spare
+        self.options = options
+        self.spare = ForkServerProcess(encode(EngineConfig.from_dict(options)), COMMAND, ENV, idle=False)
 
     def engine(self) -> Worker:
-        return Worker(self.spare, model=self.checkpoint, **OPTIONS)
+        return Worker(self.spare, **self.options)
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    checkpoint = make_checkpoint("llama", tmp_path / "checkpoint")
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Of a checkpoint that is kept."""
     monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path / "cache"))
-    config = EngineConfig.from_dict({"model": checkpoint, **OPTIONS})
-    load_or_reuse(config)
+    options = {"model": make_checkpoint("llama", tmp_path / "checkpoint"), **OPTIONS}
+    load_or_reuse(EngineConfig.from_dict(options))
     wait_until_kept()
+    return options
+
+
+@pytest.fixture
+def place(options: dict[str, Any], tmp_path: Path) -> Iterator[Place]:
     (file,) = (tmp_path / "cache" / "weights").glob("*.iw")
-    spare = ForkServerProcess(encode(config), COMMAND, ENV, idle=False)
-    yield Place(checkpoint, file, spare)
-    spare.stop()
+    place = Place(file, options)
+    yield place
+    place.spare.stop()
 
 
 def generated(engine: Worker) -> list[int]:
@@ -115,6 +125,28 @@ def test_a_file_that_is_rewritten_in_place_is_not_taken_from_the_spare(place: Pl
         assert generated(engine) == expected
     finally:
         engine.close()
+
+
+def test_a_draft_model_is_mapped_and_tried_by_the_spare_too(
+    options: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    draft = make_checkpoint("llama", tmp_path / "draft", intermediate_size=64)
+    options["speculative_config"] = {"model": draft, "kv_cache_memory": "8MiB"}
+    make_runner(EngineConfig.from_dict(options))
+    wait_until_kept()
+    capfd.readouterr()
+    files = list((tmp_path / "cache" / "weights").glob("*.iw"))
+    assert len(files) == 2
+    place = Place(files[0], options)
+    engine = place.engine()
+    try:
+        assert generated(engine) == greedy_reference(place.checkpoint, [PROMPT], [20])[0]
+        assert all(maps(engine.process.pid, file) for file in files)
+        log = capfd.readouterr().err
+        assert "comparing the logits" not in log and "importing transformers" not in log
+    finally:
+        engine.close()
+        place.spare.stop()
 
 
 @pytest.mark.nightly  # imports transformers; test_engine_launcher.py shows what follows

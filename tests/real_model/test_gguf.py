@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,43 @@ def test_greedy_tokens_in_float32_are_those_of_the_same_numbers(smollm2_gguf: Pa
     )
     deltas = run(core, prompts, [SamplingParams(temperature=0.0, max_tokens=12)] * len(prompts), 1)
     assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == expected
+
+
+@pytest.mark.nightly
+def test_a_start_from_kept_codes_has_the_bits_of_a_full_load_without_transformers(
+    smollm2_gguf: Path, tmp_path: Path
+) -> None:
+    program = f"""
+import hashlib, sys
+from inflight.config import EngineConfig
+from inflight.engine.assembly import make_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.loading.check.cases import Case
+from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.startup import load_or_reuse, wait_until_kept
+from inflight.runner.pipeline import make_runner
+options = {{"model": {str(smollm2_gguf)!r}, "device": "cpu", "max_model_len": 512, "kv_cache_memory": "64MiB"}}
+config = EngineConfig.from_dict(options)
+core = make_core(config, make_runner(config), listeners=[])
+wait_until_kept()
+for number, prompt in enumerate(([5, 6, 7], list(range(40, 90)))):
+    core.add_request(AddRequest(number, prompt, SamplingParams(temperature=0.0, max_tokens=12)))
+while core.has_work:
+    print([(delta.request_id, delta.token_ids) for delta in core.step().deltas])
+loaded = load_or_reuse(config)
+(logits,) = paged_logits(loaded.model, loaded.backend, [Case(list(range(100, 160)))], 16, loaded.device, ())
+print(hashlib.sha256(logits.numpy().tobytes()).hexdigest())
+print("transformers" in sys.modules)
+"""
+    environment = {**os.environ, "INFLIGHT_CACHE": str(tmp_path / "kept"), "PYTHONPATH": os.pathsep.join(sys.path)}
+    first, second = (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+        for _ in range(2)
+    )
+    *answers, imported = first.stdout.splitlines()
+    assert len(answers) > 12 and imported == "True"
+    assert second.stdout.splitlines() == [*answers, "False"]
 
 
 @pytest.mark.nightly

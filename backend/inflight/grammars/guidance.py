@@ -84,6 +84,17 @@ class GuidanceGrammars:
         with self._lock:
             self._begin_to_load()
 
+    def load(self) -> None:
+        """Read the vocabulary in this thread, and start no other: a fork can use it then.
+
+        Raises:
+            ValueError: there can be no grammars; says why.
+        """
+        loaded = self._load()
+        with self._lock:
+            self._tokenizer = Future()
+            self._tokenizer.set_result(loaded)
+
     def start(self, spec: GrammarSpec) -> None:
         self._entry(spec)
 

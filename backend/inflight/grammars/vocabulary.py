@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -34,17 +35,20 @@ class Vocabulary:
 def read_vocabulary(tokenizer_json: str) -> Vocabulary:
     """
     Args:
-        tokenizer_json: what the library `tokenizers` writes.
+        tokenizer_json: what the library `tokenizers` reads.
 
     Raises:
         ValueError: a token's bytes depend on its neighbours, or the decoder is not known here.
     """
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_str(tokenizer_json)
-    to_bytes = _bytes_of(json.loads(tokenizer_json).get("decoder"))
-    tokens = [b""] * (max(tokenizer.get_vocab().values(), default=-1) + 1)
-    for text, token in tokenizer.get_vocab(with_added_tokens=True).items():
+    tokenizer: Any = Tokenizer.from_str(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    to_bytes = _bytes_of(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()))
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for text, token in vocabulary.items():
         tokens[token] = to_bytes(text)
     special_ids, names = [], {}
     for token, added in tokenizer.get_added_tokens_decoder().items():
@@ -96,18 +100,24 @@ def _bytes_of(decoder: dict[str, Any] | None) -> Callable[[str], bytes]:
     return with_spaces
 
 
-def _byte_letters() -> dict[str, int]:
-    """The letters of byte-level vocabularies: printable bytes are themselves, others begin at U+0100."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    letters = {chr(byte): byte for byte in printable}
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+class _Bytes(dict[int, int]):
+    """From the letters of byte-level vocabularies to bytes: printable ones are themselves, others begin at U+0100."""
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [byte for byte in range(256) if byte not in set(printable)]
+        super().__init__({byte: byte for byte in printable})
+        self.update({0x100 + place: byte for place, byte in enumerate(others)})
+
+    def __missing__(self, letter: int) -> int:
+        return sys.maxunicode  # which is no byte
 
 
-_LETTERS = _byte_letters()
+_BYTES = _Bytes()
 
 
 def _byte_level(token: str) -> bytes:
-    if all(letter in _LETTERS for letter in token):
-        return bytes(_LETTERS[letter] for letter in token)
-    return token.encode()
+    try:
+        return token.translate(_BYTES).encode("latin-1")
+    except UnicodeEncodeError:
+        return token.encode()

@@ -10,11 +10,13 @@ A spare process does that once, ahead of time (`heat`): its forks have the file 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -26,6 +28,7 @@ from inflight.device.memory import available_memory, format_bytes
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
 from inflight.load_phases import enter_phase
+from inflight.loading.grammars import share_grammars
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel, device_of
 from inflight.loading.saved import weights_file
@@ -35,11 +38,12 @@ from inflight.loading.saved.mapped_file import Damaged, MappedFile
 from inflight.loading.saved.prefetch import prefetched
 from inflight.loading.saved.saved_model import content_of, model_of
 
-__all__ = ["REUSED", "heat", "is_kept", "load_or_reuse", "wait_until_kept"]
+__all__ = ["REUSED", "heat", "heat_further", "is_kept", "load_or_reuse", "place_of", "wait_until_kept"]
 
 REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
 _writers: list[threading.Thread] = []
+_later: list[Callable[[], None]] = []  # what `heat` leaves to `heat_further`
 _hot: dict[str, MappedFile] = {}  # by key: mapped, and with the right logits, in this process or in its parent
 _program_key = functools.cache(program_key)  # of the program that runs, not of one that is installed meanwhile
 
@@ -53,7 +57,7 @@ def load_or_reuse(config: EngineConfig) -> LoadedModel:
     start = time.perf_counter()
     cache = key = None
     try:
-        cache, key = _place(config)
+        cache, key = place_of(config)
         reused = _reuse(cache, key, config, start)
         if reused is not None:
             return reused
@@ -83,28 +87,41 @@ def is_kept(config: EngineConfig) -> bool:
     return any(name.startswith(key) for name in names)
 
 
-def heat(config: EngineConfig) -> bool:
+def heat(config: EngineConfig, grammars: bool = True) -> bool:
     """Map the weights that are kept of this checkpoint, verify and try them, for forks of this process.
 
     Leaves no thread, and no memory but the shared pages: it computes on one thread, which changes no bit.
 
+    Args:
+        grammars: whether `heat_further` reads the vocabulary.
+
     Returns:
         Whether forks need nothing but their KV pool.
     """
-    draft = config.speculative_config is not None and config.speculative_config.model is not None
-    if draft or config.device not in ("cpu", "auto") or (config.device == "auto" and torch.backends.cuda.is_built()):
-        return False  # a draft model's configuration is read by transformers; and a fork must find no open device
+    if config.device not in ("cpu", "auto") or (config.device == "auto" and torch.backends.cuda.is_built()):
+        return False  # a fork must find no open device
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        cache, key = _place(config)
+        cache, key = place_of(config)
         # The KV pool that is made for this is never written as a whole: that would be a second one beside an engine's.
-        _reuse(cache, key, msgspec.structs.replace(config, itl_target_ms=None), time.perf_counter(), hold=True)
+        tried = msgspec.structs.replace(config, itl_target_ms=None)
+        loaded = _reuse(cache, key, tried, time.perf_counter(), hold=True)
+        if loaded is not None and grammars:
+            facts = loaded.info.vocab_size, loaded.info.eos_token_ids
+            _later.append(functools.partial(share_grammars, config, *facts))
     except CannotKeep:
         return False
     finally:
         torch.set_num_threads(threads)
     return key in _hot
+
+
+def heat_further() -> None:
+    """Read the vocabulary of grammars for forks of this process, too: work that the first one is not to wait for."""
+    while _later:
+        with contextlib.suppress(Exception):  # no grammars: a request that has one is told
+            _later.pop()()
 
 
 def wait_until_kept(seconds: float | None = None) -> None:
@@ -113,7 +130,7 @@ def wait_until_kept(seconds: float | None = None) -> None:
         _writers.pop().join(seconds)
 
 
-def _place(config: EngineConfig) -> tuple[CacheFolder, str]:
+def place_of(config: EngineConfig) -> tuple[CacheFolder, str]:
     """Where the load of this checkpoint is kept, and by which key.  Raises CannotKeep."""
     cache = cache_folder()
     if cache is None:

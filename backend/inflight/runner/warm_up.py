@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.device.deferred_torch import import_torch
 from inflight.loading.saved.prefetch import prefetch
 
-__all__ = ["warm_up"]
+__all__ = ["warm_up", "warm_up_further"]
 
 
 def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
@@ -31,16 +31,26 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
     thread.join()
 
 
+def warm_up_further() -> None:
+    """Do the rest, which the first fork was not to wait for; once."""
+    from inflight.loading.startup import heat_further
+
+    heat_further()
+
+
 def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
     if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
         os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
     prefetch(config)  # a thread inherits the class of the one that starts it
     import_torch()
     from inflight.loading.startup import heat, is_kept
+    from inflight.runner.draft_runner import draft_config
 
     with contextlib.suppress(Exception):
         kept = is_kept(config)
-        if heat(config):
+        draft = draft_config(config) if kept else None
+        kept = kept and (draft is None or is_kept(draft))
+        if heat(config) and (draft is None or heat(draft, grammars=False)):
             # Threads of a product would be missing in a fork, which believes that they wait for it.
             run(
                 msgspec.structs.replace(config, device="cpu", cpu_threads=1, async_scheduling=False, itl_target_ms=None)

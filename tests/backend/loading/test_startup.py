@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +19,7 @@ import pytest
 import torch
 from checkpoints import VOCAB, make_checkpoint
 
-from inflight.config import EngineConfig
+from inflight.config import ConfigError, EngineConfig
 from inflight.device import deferred_torch
 from inflight.kernels.cpu import library
 from inflight.kernels.cpu.cpu_linear import PackedWeight
@@ -26,6 +27,7 @@ from inflight.kernels.cpu.stored_codes import StoredCodes
 from inflight.loading import startup
 from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
+from inflight.loading.draft_length import agreed_length
 from inflight.loading.forward.native_adapters import NativeAdapters
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.loaded_model import LoadedModel
@@ -37,6 +39,7 @@ from inflight.loading.startup import REUSED, load_or_reuse, wait_until_kept
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
 Log = pytest.LogCaptureFixture
+DEMO = Path(__file__).parents[3] / "model_repository" / "demo" / "1" / "checkpoint" / "tokenizer.json"
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +159,109 @@ def test_codes_of_a_checkpoint_are_kept_as_they_are(
     assert is_reused(caplog)
 
 
+@pytest.mark.parametrize("stored", [_CHAIN, "Q4_K"])
+def test_a_changed_bit_in_any_tensor_of_kept_codes_is_found_and_a_changed_checkpoint_is_loaded(
+    stored: str, tmp_path: Path, cache: Path, caplog: Log
+) -> None:
+    path = in_codes(stored, tmp_path)
+    expected = logits(start(path, dtype="float32"))
+    (file,) = cache.glob("*.iw")
+    with file.open("r+b") as opened:
+        layout = read_header(opened.fileno()).layout
+        sizes = [torch.Size(shape).numel() * getattr(torch, dtype).itemsize for dtype, shape, _ in layout.tensors]
+        places = [layout.start + offset + size // 2 for size, (*_, offset) in zip(sizes, layout.tensors)]
+        for at in places:
+            byte = os.pread(opened.fileno(), 1, at)
+            os.pwrite(opened.fileno(), bytes([byte[0] ^ 16]), at)
+            with pytest.raises(Damaged, match="weights are changed"):
+                MappedFile(opened.fileno(), file.stem)
+            os.pwrite(opened.fileno(), byte, at)
+        MappedFile(opened.fileno(), file.stem)
+        os.pwrite(opened.fileno(), bytes([os.pread(opened.fileno(), 1, places[-1])[0] ^ 1]), places[-1])
+    caplog.clear()
+    assert all(map(np.array_equal, logits(start(path, dtype="float32")), expected))
+    assert "weights are changed; loading the checkpoint in full" in caplog.text
+    caplog.clear()
+    start(path, dtype="float32")
+    assert is_reused(caplog)
+    weights = Path(path) if stored == "Q4_K" else Path(path) / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1  # of a norm or a code
+    weights.write_bytes(content)
+    start(path, dtype="float32")
+    assert not is_reused(caplog)
+
+
+def test_the_length_of_requests_with_a_draft_model_is_remembered_by_content(
+    llama: str, qwen3: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def agreed(draft: str, **options: Any) -> int:
+        return agreed_length(config(llama, **options), config(draft), lambda: asked.append(0) or 100 + len(asked))
+
+    assert [agreed(qwen3), agreed(qwen3), agreed(llama), agreed(qwen3, max_model_len=32)] == [101, 101, 102, 103]
+    notes = list(cache.glob("*.length"))
+    assert len(notes) == 3
+    for note in notes:
+        content = bytearray(note.read_bytes())
+        content[content.index(b"length") + 6] ^= 1
+        note.write_bytes(content)
+    assert agreed(qwen3) == 104 and agreed(qwen3) == 104
+    monkeypatch.setattr(startup, "instruction_set", lambda: "avx9")
+    assert agreed(qwen3) == 105
+    monkeypatch.setenv("INFLIGHT_CACHE", "off")
+    assert [agreed(qwen3), agreed(qwen3)] == [106, 107]
+
+    def refused() -> int:
+        raise ConfigError("vocabulary")
+
+    monkeypatch.delenv("INFLIGHT_CACHE")
+    monkeypatch.setenv("INFLIGHT_CACHE", str(cache.parent / "other"))
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="vocabulary"):
+            agreed_length(config(llama), config(qwen3), refused)
+
+
+def test_forks_have_the_vocabulary_that_their_parent_has_read(tmp_path: Path, cache: Path) -> None:
+    """In no thread, and not that of a tokenizer that has changed since."""
+    path = Path(make_checkpoint("llama", tmp_path / "checkpoint", vocab_size=32000, eos_token_id=2))
+    shutil.copy(DEMO, path / "tokenizer.json")
+    start(str(path))
+    program = f"""
+import os, time
+from pathlib import Path
+from inflight.config import EngineConfig
+from inflight.grammars import guidance
+from inflight.grammars.spec import GrammarSpec
+from inflight.loading import startup
+config = EngineConfig.from_dict({{"model": {str(path)!r}, "device": "cpu", "kv_cache_memory": "1MiB"}})
+assert startup.heat(config)
+assert not startup._later == []
+startup.heat_further()
+print(len(os.listdir("/proc/self/task")), startup._later, flush=True)
+real, guidance.read_vocabulary = guidance.read_vocabulary, None
+def compiles():
+    grammars, spec = startup.load_or_reuse(config).info.grammars, GrammarSpec("regex", "[0-9]+")
+    while (outcome := grammars.outcome(spec)) is None:
+        time.sleep(0.01)
+    return outcome
+for _ in range(2):
+    if not os.fork():
+        print(repr(compiles()), flush=True)
+        os._exit(0)
+    os.wait()
+file = Path({str(path)!r}, "tokenizer.json")
+file.write_bytes(file.read_bytes() + b" ")
+print("NoneType" in compiles())
+guidance.read_vocabulary = real
+print(repr(compiles()))
+"""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.splitlines() == ["1 []", "''", "''", "True", "''"], done.stderr
+
+
 def test_kept_weights_know_where_adapters_belong(llama: str, cache: Path, caplog: Log) -> None:
     first = NativeAdapters(start(llama, dtype="float32").model)
     assert not is_reused(caplog)
@@ -165,17 +271,26 @@ def test_kept_weights_know_where_adapters_belong(llama: str, cache: Path, caplog
     assert second.layers["model.layers.1.mlp.down_proj"] == (48, 32)
 
 
-def test_the_second_start_imports_no_transformers(llama: str, cache: Path) -> None:
-    start(llama)
+def test_the_second_start_imports_no_transformers(llama: str, cache: Path, tmp_path: Path) -> None:
+    """Neither of plain weights nor of codes; nor does a draft model's."""
+    gguf = in_codes("Q4_K", tmp_path / "gguf")
+    every = [{"model": path} for path in (llama, gguf, in_codes(_CHAIN, tmp_path))]
+    every.append({"model": llama, "speculative_config": {"model": gguf, "kv_cache_memory": "1MiB"}})
+    options = [{**each, "device": "cpu", "kv_cache_memory": "1MiB"} for each in every]
     program = f"""
 import sys
 from inflight.config import EngineConfig
+from inflight.loading.startup import wait_until_kept
 from inflight.runner.pipeline import make_runner
-make_runner(EngineConfig.from_dict({{"model": {llama!r}, "device": "cpu", "kv_cache_memory": "1MiB"}}))
+for options in {options!r}:
+    runner = make_runner(EngineConfig.from_dict(options))
+    assert (runner.draft_runner is None) == ("speculative_config" not in options)
+wait_until_kept()
 print([name for name in ("transformers", "torch._dynamo", "torch.distributed.tensor") if name in sys.modules])
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]", done.stderr
+    for expected in ("['transformers', 'torch._dynamo', 'torch.distributed.tensor']", "[]"):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected, done.stderr
 
 
 def test_parts_of_torch_are_left_out_until_they_are_used(llama: str, cache: Path) -> None:

@@ -4,6 +4,7 @@ $INFLIGHT_CACHE, else $XDG_CACHE_HOME/inflight, else ~/.cache/inflight          
     weights/<checkpoint>-<program>.iw     a kept load (`weights_file.py`)
     weights/<checkpoint>-<program>.part   one that is being written, by the process that has locked it
     weights/<digest>.digest               what has been read of a checkpoint's file (`identity.py`)
+    weights/<digest>.length               of requests with a draft model (`draft_length.py`)
 """
 
 from __future__ import annotations
