@@ -37,7 +37,12 @@ ROOMS = {
         "tests/real_model",
     ],
     "backend/inflight/frontend/": ["tests/backend/frontend", "tests/e2e"],
-    "backend/inflight/gguf/": ["tests/backend/gguf", "tests/real_model", "tests/e2e/test_demo.py"],
+    "backend/inflight/gguf/": [
+        "tests/backend/gguf",
+        "tests/real_model",
+        "tests/e2e/test_demo.py",
+        "tests/e2e/test_gguf_reload.py",
+    ],
     "backend/inflight/grammars/": ["tests/backend/grammars"],
     "backend/inflight/hub.py": ["tests/backend/test_hub.py"],
     "backend/inflight/in_process/": ["tests/backend/in_process"],

@@ -46,6 +46,7 @@ GROUPS = {
         "adapters_real_model",
         "draining",
         "frontend_fake_engine",
+        "gguf_reload",
         "grouping",
         "kept_chats",
         "kept_weights",
