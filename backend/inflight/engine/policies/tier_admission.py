@@ -28,6 +28,7 @@ __all__ = ["TierAdmission"]
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
 _UNMEASURED_SECONDS = 1e-3  # to compute a token on a CPU, until a prompt of some length has been
+_UNMEASURED_GPU_SECONDS = 2e-5  # the same on a GPU
 _MEASURED_TOKENS = 64
 _LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
@@ -216,5 +217,6 @@ class TierAdmission(EngineListener):
         """To compute the blocks of a request behind its first `num_cached`."""
         size = self._loads.pool.block_size
         if self._cost.largest_prefill < _MEASURED_TOKENS:
-            return (num_blocks - num_cached) * size * _UNMEASURED_SECONDS
+            each = _UNMEASURED_SECONDS if self._tiers.on_cores else _UNMEASURED_GPU_SECONDS
+            return (num_blocks - num_cached) * size * each
         return self._cost.cost.recompute_seconds(num_cached * size, num_blocks * size)
