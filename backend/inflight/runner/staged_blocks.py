@@ -38,7 +38,7 @@ class _Buffer:
 
     host: Tensor
     device: Tensor
-    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+    stream: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
     through: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(blocking=True))
 
 
