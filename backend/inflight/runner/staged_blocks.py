@@ -34,12 +34,14 @@ class _Buffer:
         device: of the same size.
         stream: beside that of the steps.
         through: behind the last work of `stream`; who waits for it sleeps, since steps need the cores to be launched.
+        parts: number of blocks -> see `StagedBlocks._parts`.
     """
 
     host: Tensor
     device: Tensor
     stream: torch.cuda.Stream = field(default_factory=lambda: torch.cuda.Stream())
     through: torch.cuda.Event = field(default_factory=lambda: torch.cuda.Event(blocking=True))
+    parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=dict)
 
 
 class StagedBlocks:
@@ -67,7 +69,7 @@ class StagedBlocks:
         self.bytes_per_block = sum(sizes)
         self._starts = list(accumulate(sizes, initial=0))  # of each pool's part, per block
         self._unit = next(unit for unit in _UNITS if not any(size % unit.itemsize for size in sizes))
-        self._most_blocks = blocks_of_extent(self.bytes_per_block)
+        self._most_blocks = blocks_of_extent(self.bytes_per_block, on_cores=False)
         num_bytes = self._most_blocks * (_INDEX_BYTES + self.bytes_per_block)
         device = layers.caches[0].key.device
         make = queue_of(device).host_buffer
@@ -109,12 +111,20 @@ class StagedBlocks:
         finally:
             self._free.put(buffer)
 
-    def _parts(self, buffer: _Buffer, count: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Each layer's pool [num_blocks, N], its part of the buffer [count, N], and the indices of the blocks."""
-        indices, payload = buffer.device[: count * _INDEX_BYTES].view(torch.int64), count * _INDEX_BYTES
-        for pool, start, end in zip(self._pools, self._starts, self._starts[1:]):
-            part = buffer.device[payload + count * start : payload + count * end]
-            yield pool, part.view(self._unit).view(count, -1), indices
+    def _parts(self, buffer: _Buffer, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Each layer's pool [num_blocks, N], its part of the buffer [count, N], and the indices of the blocks.
+
+        Made once: these views would take as long as the launches, and the interpreter's lock all the time.
+        """
+        if count not in buffer.parts:
+            payload = buffer.device[count * _INDEX_BYTES :]
+            indices = buffer.device[: count * _INDEX_BYTES].view(torch.int64)
+            places = zip(self._pools, self._starts, self._starts[1:])
+            buffer.parts[count] = [
+                (pool, payload[count * start : count * end].view(self._unit).view(count, -1), indices)
+                for pool, start, end in places
+            ]
+        return buffer.parts[count]
 
     @cached_property
     def _pools(self) -> list[Tensor]:

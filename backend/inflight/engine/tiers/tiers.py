@@ -18,13 +18,14 @@ from inflight.engine.tiers.tier import Tier
 __all__ = ["ExtentLoad", "Tiers", "blocks_of_extent"]
 
 _EXTENT_BYTES = 2**20
+_GPU_EXTENT_BYTES = 2**23  # each takes a launch for every layer's keys and values
 _MOST_BLOCKS = 16  # of an extent
 _SHORTEST_PART = 4  # is 1 / 4 of an extent
 
 
-def blocks_of_extent(bytes_per_block: int) -> int:
-    """As many as are a mebibyte, from 1 to 16."""
-    return min(_MOST_BLOCKS, max(1, _EXTENT_BYTES // bytes_per_block))
+def blocks_of_extent(bytes_per_block: int, on_cores: bool) -> int:
+    """As many as are a mebibyte, or eight on a GPU; from 1 to 16."""
+    return min(_MOST_BLOCKS, max(1, (_EXTENT_BYTES if on_cores else _GPU_EXTENT_BYTES) // bytes_per_block))
 
 
 @dataclass(eq=False)
@@ -77,7 +78,7 @@ class Tiers:
     extent_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.extent_blocks = blocks_of_extent(self.blocks.bytes_per_block)
+        self.extent_blocks = blocks_of_extent(self.blocks.bytes_per_block, self.on_cores)
 
     @property
     def part_blocks(self) -> int:

@@ -79,7 +79,7 @@ def _layout(cache: KVCache) -> list[Any]:
 
 def _program(device: torch.device) -> str:
     """The code that computes KV; also where the compiled kernels are missing."""
-    more = _MORE_SOURCES
+    more: tuple[str, ...] = _MORE_SOURCES
     if device.type == "cuda":
         platform = [*torch.cuda.get_device_capability(device), torch.version.cuda, installed("triton")]
         key, more = program_key(f"cuda {platform}", Path(__file__), str(torch.__version__)), (*more, "kernels/gpu")
