@@ -50,7 +50,7 @@ class StagedBlocks:
         fill    store -> pinned buffer, verified | to the device in one copy, scattered to the layers, event
         copy    gathered from the layers, to the pinned buffer in one copy, event | to memory of its own
 
-    What is not right never reaches the device.  On the device, nothing orders these copies and the steps.  The host
+    Damaged bytes never reach the device.  On the device, nothing orders these copies and the steps.  The host
     does, because each method waits for its event:
 
     - `Loads` has blocks filled that no step writes: all that were made before they were reserved are collected.  Steps

@@ -38,7 +38,7 @@ from inflight.runner.staged_blocks import StagedBlocks
 MIB = 2**20
 LIMITS: dict[str, Any] = dict(max_num_seqs=6, max_num_batched_tokens=40, max_model_len=64)
 BLOCK = 2  # tokens; an extent has 16 blocks, a part that is kept 4
-POOL = 64  # blocks, of which 16 can be reserved
+POOL = 64  # blocks; 16 can be reserved
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True, seed=0)
 DRAFTING: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
 SWAPPING: dict[str, Any] = {"swap_space": "1MiB", "preemption_mode": "swap"}
