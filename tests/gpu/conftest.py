@@ -4,8 +4,8 @@ They also run the correctness checks of the benchmarks.  On a GPU,
 
     PYTHONPATH=DIR python -m pytest tests/gpu
 
-requires torch, triton, numpy, pytest, msgspec and xxhash (in DIR, if they are not installed), and transformers for the tests of
-the whole engine; no plugin of pytest, and no installation of this repository (docs/gpu.md).
+requires torch, triton, numpy, pytest, msgspec and xxhash (in DIR, if they are not installed), and transformers for the
+tests of the whole engine; no plugin of pytest, and no installation of this repository (docs/gpu.md).
 """
 
 from __future__ import annotations

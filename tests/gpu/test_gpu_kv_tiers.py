@@ -24,7 +24,7 @@ PARAMS = [SamplingParams(temperature=0.0, max_tokens=sized(20, 4), ignore_eos=Tr
 
 
 # Without a card, kernels run in the interpreter; emulated/test_tiers_on_a_card.py has the other options.
-@pytest.mark.parametrize("options", [{"kv_cache_dtype": "fp8"}, *sized([{}, {"swap_space": "16MiB"}], [])])
+@pytest.mark.parametrize("options", [{}, *sized([{"kv_cache_dtype": "fp8"}, {"swap_space": "16MiB"}], [])])
 def test_a_conversation_returns_in_a_new_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
