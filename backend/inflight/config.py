@@ -178,7 +178,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             time to the first token reveals nothing about the requests of another tenant.
         kv_tiers: where KV is kept beyond the pool, the fastest first: [{"type": "host", "size": "4GiB"}, {"type":
             "disk", "path": "/kv", "size": "100GiB"}]. A conversation that returns is then read where that is faster
-            than computing it, also by another engine; outputs are the same. On a CPU. See docs/memory.md.
+            than computing it, also by another engine; outputs are the same. See docs/memory.md.
         kv_store_secret_file: file with a secret of at least 16 bytes, the same for all engines that share a tier. KV in
             a tier is then signed, and its names tell nothing about prompts.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton

@@ -61,6 +61,9 @@ class ByteRunner(PagedHashRunner):
         self.beside()
         return super().collect(self.execute(ticket, None))
 
+    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+        return read(self.frames(blocks))
+
     def frames(self, blocks: Sequence[int]) -> list[memoryview]:
         return [self.pool[block].cast("B") for block in blocks]  # type: ignore[attr-defined]
 

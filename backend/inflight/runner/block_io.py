@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inflight.attention.base import KVCache
+from inflight.engine.tiers.base import Frames
 
-__all__ = ["PoolBlocks"]
+__all__ = ["PoolBlocks", "block_rows"]
 
 
 class PoolBlocks:
     """Implements `KVBlocks` for pools in host memory.
-
-    In every backend's `KVCache` the first dimension is the block.  Keys and values of a block are one run of bytes if
-    they are views of one tensor, else two.
 
     Args:
         caches: of the layers; their memory must outlive this.
     """
 
     def __init__(self, caches: Sequence[KVCache]) -> None:
-        self._pools = [pool for cache in caches for pool in _pools(cache)]
+        self._pools = [rows.numpy() for rows in block_rows(caches)]
         self.bytes_per_block = sum(pool.shape[1] for pool in self._pools)
 
-    def frames(self, blocks: Sequence[int]) -> list[memoryview]:
+    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
         """See `KVBlocks`; consecutive blocks are one buffer."""
         runs = list(_runs(blocks))
-        return [pool[start:end].reshape(-1).data for pool in self._pools for start, end in runs]
+        return read([pool[start:end].reshape(-1).data for pool in self._pools for start, end in runs])
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         copied = np.empty(len(blocks) * self.bytes_per_block, np.uint8)
@@ -43,18 +41,17 @@ class PoolBlocks:
         return copied.data
 
 
-def _pools(cache: KVCache) -> Iterator[np.ndarray]:
-    """uint8 [num_blocks, bytes of a block], sharing the cache's memory."""
-    if cache.key.untyped_storage().data_ptr() == cache.value.untyped_storage().data_ptr():
-        yield _bytes(cache.key)
-    else:
-        yield from (_bytes(cache.key), _bytes(cache.value))
+def block_rows(caches: Sequence[KVCache]) -> Iterator[Tensor]:
+    """uint8 [num_blocks, bytes of a block], sharing the caches' memory.
 
-
-def _bytes(part: Tensor) -> np.ndarray:
-    num_blocks, size = part.shape[0], part.stride(0)
-    whole = part.as_strided((num_blocks, size), (size, 1), 0)
-    return whole.view(torch.uint8).numpy()
+    In every backend's `KVCache` the first dimension is the block.  Keys and values of a block are one run of bytes if
+    they are views of one tensor, else two.
+    """
+    for cache in caches:
+        is_one = cache.key.untyped_storage().data_ptr() == cache.value.untyped_storage().data_ptr()
+        for part in (cache.key,) if is_one else (cache.key, cache.value):
+            num_blocks, size = part.shape[0], part.stride(0)
+            yield part.as_strided((num_blocks, size), (size, 1), 0).view(torch.uint8)
 
 
 def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:

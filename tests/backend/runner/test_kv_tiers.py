@@ -174,15 +174,19 @@ def test_a_block_is_all_bytes_of_its_keys_and_values(backend, kv_cache_dtype):
     fill(caches)
     before = [(cache.key.clone(), cache.value.clone()) for cache in caches]
     copied = blocks.copy([4, 5, 2])
-    assert b"".join(blocks.frames([4, 5, 2])) == bytes(copied)
+    assert blocks.fill([4, 5, 2], lambda frames: b"".join(frames) == bytes(copied))
     for cache in caches:
         cache.key[[0, 1, 7]] = 0
         cache.value[[0, 1, 7]] = 0
-    start = 0
-    for frame in blocks.frames([0, 1, 7]):
-        frame[:] = copied[start : start + frame.nbytes]
-        start += frame.nbytes
-    assert start == copied.nbytes == 3 * blocks.bytes_per_block
+
+    def read(frames):
+        start = 0
+        for frame in frames:
+            frame[:] = copied[start : start + frame.nbytes]
+            start += frame.nbytes
+        return start == copied.nbytes == 3 * blocks.bytes_per_block
+
+    assert blocks.fill([0, 1, 7], read)
     for cache, (key, value) in zip(caches, before):
         key[[0, 1, 7]], value[[0, 1, 7]] = key[[4, 5, 2]], value[[4, 5, 2]]
         assert torch.equal(cache.key, key) and torch.equal(cache.value, value)

@@ -230,8 +230,8 @@ class VirtualBlocks:
     def __init__(self, bytes_per_block: int) -> None:
         self.bytes_per_block = bytes_per_block
 
-    def frames(self, blocks: Sequence[int]) -> list[memoryview]:
-        return [memoryview(bytearray(len(blocks)))]
+    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+        return read([memoryview(bytearray(len(blocks)))])
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         return memoryview(bytes(len(blocks)))

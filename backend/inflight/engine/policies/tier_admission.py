@@ -28,6 +28,7 @@ __all__ = ["TierAdmission"]
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
 _UNMEASURED_SECONDS = 1e-3  # to compute a token on a CPU, until a prompt of some length has been
+_UNMEASURED_GPU_SECONDS = 2e-5  # the same on a GPU
 _MEASURED_TOKENS = 64
 _LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
@@ -217,7 +218,7 @@ class TierAdmission(EngineListener):
         """To compute the blocks of a request behind its first `num_cached`."""
         start, stop = (number * self._loads.pool.block_size for number in (num_cached, num_blocks))
         if self._longest < _MEASURED_TOKENS:
-            return (stop - start) * _UNMEASURED_SECONDS
+            return (stop - start) * (_UNMEASURED_SECONDS if self._tiers.on_cores else _UNMEASURED_GPU_SECONDS)
         if stop > self._longest:  # short prompts do not tell what attention costs in long ones
             return self._cost.cost.recompute_seconds(0, self._longest) * (stop - start) / self._longest
         return self._cost.cost.recompute_seconds(start, stop)

@@ -15,7 +15,7 @@ the seal, with a checksum of everything; the others are the blocks' bytes, one o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 __all__ = ["Frames", "KVBlocks", "KVStore", "TornError"]
@@ -75,14 +75,17 @@ class KVStore(Protocol):
 
 
 class KVBlocks(Protocol):
-    """The bytes of the pool's blocks, on the device."""
+    """The bytes of the pool's blocks, on the device: layer after layer, within a layer in the order of the blocks.
+
+    The methods are called in any thread, and return when the device is through.
+    """
 
     @property
     def bytes_per_block(self) -> int:
         """Of one block, in all layers."""
 
-    def frames(self, blocks: Sequence[int]) -> list[memoryview]:
-        """The blocks' memory, writable: layer after layer, within a layer in the order of `blocks`."""
+    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+        """Let `read` write the bytes of `blocks`: its answer.  If that is False, their contents are undefined."""
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
-        """The same bytes in one buffer of their own; called in any thread."""
+        """The bytes of `blocks` in a buffer of their own."""

@@ -29,7 +29,8 @@ class Loads(EngineListener):
     """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
 
     A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
-    counted with the CPU time that it had at most: other processes may have delayed it.
+    counted with the CPU time that it had at most: other processes may have delayed it.  A GPU needs no pace: what its
+    steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
@@ -49,6 +50,7 @@ class Loads(EngineListener):
         self.clock = clock
         self.num_lost = 0
         self._began = clock(), tiers.cpu_clock()  # the step that is made
+        self._is_beside = False  # running requests
         self._left = math.inf  # CPU seconds that loads may still take in it
         self._earned = self._took = 0.0  # CPU seconds for loads, and seconds, of a step beside requests: smoothed
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
@@ -99,7 +101,9 @@ class Loads(EngineListener):
         if running:
             self._earned += _SMOOTHING * (earned - self._earned)
             self._took += _SMOOTHING * (took - self._took)
-        self._began, self._left = now, (earned if running else math.inf) + min(self._left, 0.0)
+        self._is_beside = bool(running)
+        is_paced = self._is_beside and self.tiers.on_cores
+        self._began, self._left = now, (earned if is_paced else math.inf) + min(self._left, 0.0)
         self._wanted.clear()
         ended = [load for load in self.tiers.loads.values() if load.done.done()]
         for load in ended:
@@ -133,7 +137,7 @@ class Loads(EngineListener):
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
         owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
         paced = max(0.0, owed) * (self._took / self._earned if self._earned else 1 / _SHARE)
-        begin_later = self._left <= 0 or (self._left < math.inf and self._preempted)
+        begin_later = self._left <= 0 or (self._is_beside and self._preempted)
         if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
             return False
         self._wanted[block_hash] = max(count, same)

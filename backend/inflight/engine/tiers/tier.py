@@ -14,17 +14,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 from inflight.engine.deltas import TierStats
 from inflight.engine.tiers.base import Frames, KVStore, TornError
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
-__all__ = ["Tier", "Workers"]
+__all__ = ["MOST_IN_HAND", "Tier", "Workers"]
 
 _log = logging.getLogger(__name__)
 
 _LOADERS = 2  # threads that read
+MOST_IN_HAND = _LOADERS + 1  # extents that are read or copied at the same time, in as many threads
 _MOST_WRITES = 4096  # that wait; more are dropped.  None has bytes yet, and one whose blocks others get is left out
 _MOST_ERRORS = 3  # in a row, until the store is left alone
 _OFF_SECONDS = 30.0
@@ -162,9 +164,13 @@ class Tier:
         self._asked.append(answer := self._finds.submit(self._find, list(keys), behind))
         return answer
 
-    def load(self, key: bytes, frames: Frames) -> Future[bool]:
-        """Fill `frames`: whether they contain the extent, verified.  Until it is done, `frames` are the tier's."""
-        return self._loads.submit(self._load, key, frames)
+    def load(self, key: bytes, fill: Callable[[Callable[[Frames], bool]], bool]) -> Future[bool]:
+        """Fill blocks: whether they contain the extent, verified.  Until it is done, they are the tier's.
+
+        Args:
+            fill: see `KVBlocks`.
+        """
+        return self._loads.submit(self._load, key, fill)
 
     def wants(self, key: bytes, is_computed: bool = True) -> bool:
         """Whether to store an extent of a request, which has just computed it or found it; counts how often it was."""
@@ -229,16 +235,10 @@ class Tier:
             self._remember(key, False)
         return found, other if len(has) > found else None
 
-    def _load(self, key: bytes, frames: Frames) -> bool:
-        start, seal, cpu = self._begin(), bytearray(SEAL_BYTES), self._cpu_clock()
+    def _load(self, key: bytes, fill: Callable[[Callable[[Frames], bool]], bool]) -> bool:
+        start, cpu = self._begin(), self._cpu_clock()
         try:
-            if not self._store.load(key, [memoryview(seal), *frames]):
-                self.forget(key)
-                return False
-            if not self._seal.is_of(seal, key, frames):
-                self.forget(key)
-                self._count("corrupt", "an extent was damaged, and is dropped", self._reads)
-                self._store.drop(key)
+            if not fill(partial(self._read, key)):
                 return False
         except Exception as error:
             self.forget(key)
@@ -253,6 +253,18 @@ class Tier:
             old = self._extent_seconds
             self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
             self.extent_cpu_seconds += _SMOOTHING * (self._cpu_clock() - cpu - self.extent_cpu_seconds)
+        return True
+
+    def _read(self, key: bytes, frames: Frames) -> bool:
+        seal = bytearray(SEAL_BYTES)
+        if not self._store.load(key, [memoryview(seal), *frames]):
+            self.forget(key)
+            return False
+        if not self._seal.is_of(seal, key, frames):
+            self.forget(key)
+            self._count("corrupt", "an extent was damaged, and is dropped", self._reads)
+            self._store.drop(key)
+            return False
         return True
 
     def _write(self, key: bytes, copied: Callable[[], Frames | None]) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import ref
 
 from inflight.engine.deltas import TierTotals
@@ -14,11 +15,17 @@ from inflight.engine.tiers.base import Frames, KVBlocks
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
 
-__all__ = ["ExtentLoad", "Tiers"]
+__all__ = ["ExtentLoad", "Tiers", "blocks_of_extent"]
 
 _EXTENT_BYTES = 2**20
+_GPU_EXTENT_BYTES = 2**23  # each takes a launch for every layer's keys and values
 _MOST_BLOCKS = 16  # of an extent
 _SHORTEST_PART = 4  # is 1 / 4 of an extent
+
+
+def blocks_of_extent(bytes_per_block: int, on_cores: bool) -> int:
+    """As many as are a mebibyte, or eight on a GPU; from 1 to 16."""
+    return min(_MOST_BLOCKS, max(1, (_EXTENT_BYTES if on_cores else _GPU_EXTENT_BYTES) // bytes_per_block))
 
 
 @dataclass(eq=False)
@@ -50,8 +57,9 @@ class Tiers:
         tiers: in the order in which they are asked.
         blocks: of the device's pool.
         seal: of the namespace.
-        extent_blocks: blocks of an extent: as many as are a mebibyte, from 1 to 16.
+        extent_blocks: blocks of an extent.
         cpu_clock: seconds of all cores that this process has had.
+        on_cores: whether steps compute on the cores that the tiers' threads need, too.
         loads: in flight, by the hash of the extent's last block.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
@@ -62,6 +70,7 @@ class Tiers:
     blocks: KVBlocks
     seal: Seal
     cpu_clock: Callable[[], float] = time.process_time
+    on_cores: bool = True
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
     num_queries: int = 0
     num_hits: int = 0
@@ -69,7 +78,7 @@ class Tiers:
     extent_blocks: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.extent_blocks = min(_MOST_BLOCKS, max(1, _EXTENT_BYTES // self.blocks.bytes_per_block))
+        self.extent_blocks = blocks_of_extent(self.blocks.bytes_per_block, self.on_cores)
 
     @property
     def part_blocks(self) -> int:
@@ -88,7 +97,7 @@ class Tiers:
     def begin(self, load: ExtentLoad) -> None:
         """Start to fill its blocks."""
         key = self.seal.key_of(load.chain[load.first + len(load.blocks) - 1])
-        load.done = load.tier.load(key, self.blocks.frames(load.blocks))
+        load.done = load.tier.load(key, partial(self.blocks.fill, load.blocks))
 
     def missing_in(self, block_hash: bytes, is_computed: bool) -> list[Tier]:
         """The tiers that should get this extent of a request, which has just computed it or found it."""

@@ -28,7 +28,7 @@ from inflight.hub import CheckpointFileError, checkpoint_file, gguf_file
 from inflight.loading.load_errors import CannotKeep
 from inflight.loading.saved.cache_folder import CacheFolder
 
-__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "digest_of", "program_key"]
+__all__ = ["DECISIVE", "FORMAT", "checkpoint_key", "digest_of", "installed", "program_key"]
 
 FORMAT = 3  # of the keys and of the file
 DECISIVE = ("attention_backend", "block_size", "dtype", "head_bits", "kv_cache_dtype", "max_model_len", "quantization")
@@ -94,7 +94,7 @@ def program_key(instruction_set: str, library: Path, torch_version: str) -> str:
     """Of the code that makes the weights' panels and reads them: 16 hexadecimal digits."""
     digest = hashlib.blake2b(digest_size=8)
     sources = sorted(path for name in _SOURCES for path in (_PACKAGE / name).rglob("*.py"))
-    digest.update(msgspec.json.encode([FORMAT, instruction_set, torch_version, _version("transformers")]))
+    digest.update(msgspec.json.encode([FORMAT, instruction_set, torch_version, installed("transformers")]))
     for path in (library, *sources):
         digest.update(xxhash.xxh3_128_digest(path.read_bytes()))
     return digest.hexdigest()
@@ -171,7 +171,8 @@ def _stat(descriptor: int) -> tuple[int, int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _version(package: str) -> str:
+def installed(package: str) -> str:
+    """The version of a package, or "none"."""
     try:
         return version(package)
     except PackageNotFoundError:

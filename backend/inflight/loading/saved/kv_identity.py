@@ -5,7 +5,8 @@ brought together by what they are.  Covered are
 
     the checkpoint    config.json and the like, its code, and every weight (XXH3-128, remembered: `identity.py`)
     the options       that change a number in the KV
-    the program       Inflight's code and kernels, torch, transformers, the CPU's instruction set
+    the program       Inflight's code and kernels, torch, transformers; the CPU's instruction set, or the GPU's compute
+                      capability with the versions of CUDA and Triton
     the pool          dtype and shape of a block in each layer, and the scales of fp8
 
 Not covered are thread counts, limits of a batch and max_model_len, which change no bit.  The rotary frequencies that a
@@ -31,7 +32,7 @@ from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
 from inflight.loading.load_errors import CannotKeep, LoadError
 from inflight.loading.saved.cache_folder import CacheFolder, cache_folder
-from inflight.loading.saved.identity import digest_of, program_key
+from inflight.loading.saved.identity import digest_of, installed, program_key
 
 __all__ = ["KV_DECISIVE", "kv_namespace"]
 
@@ -59,7 +60,7 @@ def kv_namespace(config: EngineConfig, attention_backend: str, dtype: str, cache
     digest = hashlib.blake2b(digest_size=16, person=b"kv")
     options = {name: msgspec.to_builtins(getattr(config, name)) for name in KV_DECISIVE}
     facts = [_FORMAT, options, attention_backend, dtype, sys.byteorder, [_layout(cache) for cache in caches]]
-    digest.update(msgspec.json.encode([*facts, _program()], order="deterministic"))
+    digest.update(msgspec.json.encode([*facts, _program(caches[0].key.device)], order="deterministic"))
     try:
         for path in _files(config):
             digest.update(msgspec.json.encode([path.name, digest_of(path, _cache()).hex()]))
@@ -76,13 +77,17 @@ def _layout(cache: KVCache) -> list[Any]:
     return [[str(part.dtype), list(part.shape[1:]), list(part.stride())] for part in (cache.key, cache.value)]
 
 
-def _program() -> str:
+def _program(device: torch.device) -> str:
     """The code that computes KV; also where the compiled kernels are missing."""
-    if unavailable() is None:
+    more: tuple[str, ...] = _MORE_SOURCES
+    if device.type == "cuda":
+        platform = [*torch.cuda.get_device_capability(device), torch.version.cuda, installed("triton")]
+        key, more = program_key(f"cuda {platform}", Path(__file__), str(torch.__version__)), (*more, "kernels/gpu")
+    elif unavailable() is None:
         key = program_key(instruction_set(), build.LIBRARY, str(torch.__version__))
     else:
         key = program_key(torch.backends.cpu.get_cpu_capability(), Path(__file__), str(torch.__version__))
-    sources = sorted(path for name in _MORE_SOURCES for path in (_PACKAGE / name).rglob("*.py"))
+    sources = sorted(path for name in more for path in (_PACKAGE / name).rglob("*.py"))
     return key + hashlib.blake2b(b"".join(path.read_bytes() for path in sources), digest_size=8).hexdigest()
 
 

@@ -35,7 +35,7 @@ class Kept:
 
     def is_right(self, number: int) -> bool:
         memory, frames = blank(SIZE)
-        loaded = self.tier.load(key(number), frames).result(60)
+        loaded = self.tier.load(key(number), lambda read: read(frames)).result(60)
         assert not loaded or memory == content(number, SIZE)
         return loaded
 
