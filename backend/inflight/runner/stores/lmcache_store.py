@@ -28,6 +28,7 @@ __all__ = ["LMCacheStore"]
 
 _SECONDS = 1.0  # for a call of the store
 _LENGTH = struct.Struct("<Q")
+_MOST_CHUNK_TOKENS = 4096  # each message has so many for each object
 _BATCH = 32  # keys that are looked up together
 _POLL_SECONDS = 2e-3
 _REMEMBERED = 2**16  # extents that were dropped
@@ -207,8 +208,9 @@ class LMCacheStore:
 
     def _tokens(self, connection: Connection, key: bytes, count: int) -> list[int]:
         spelled = [*key, self._dropped.get(key, 0)]
-        if connection.chunk_tokens < len(spelled):
-            raise OSError(errno.EIO, f"LMCache: --chunk-size must be {len(spelled)} or more")
+        if not len(spelled) <= connection.chunk_tokens <= _MOST_CHUNK_TOKENS:
+            sizes = f"from {len(spelled)} to {_MOST_CHUNK_TOKENS}, and is {connection.chunk_tokens}"
+            raise OSError(errno.EIO, f"LMCache: --chunk-size must be {sizes}; 256 is its default")
         return spelled + [0] * (connection.chunk_tokens * count - len(spelled))
 
 

@@ -107,8 +107,14 @@ class Connection:
         if self._memory is not None and now - self._refreshed < _REFRESHED_SECONDS:
             return
         payload = {
-            **{"instance_id": self.instance, "model_name": self._model_name, "world_size": 1, "block_size": 1},
-            **{"num_layers": 1, "hidden_dim_size": CHUNK_BYTES, "dtype_str": "uint8", "use_mla": True},
+            "instance_id": self.instance,
+            "model_name": self._model_name,
+            "world_size": 1,
+            "block_size": 1,
+            "num_layers": 1,
+            "hidden_dim_size": CHUNK_BYTES,
+            "dtype_str": "uint8",
+            "use_mla": True,
             "num_physical_slots": 1,
         }
         answers = self.ask([Request(Operation.REGISTER, [payload]), Request(Operation.GET_CHUNK_SIZE, [])])
@@ -136,10 +142,10 @@ class Connection:
             parts = self._socket.recv_multipart()
             try:
                 number, _, *result = map(msgspec.msgpack.decode, parts)
-                index = waits.pop(number, None)  # None: of an earlier question
+                index = waits.pop(number, -1)  # -1: of an earlier question
             except (msgspec.DecodeError, TypeError, ValueError):
                 raise OSError(errno.EIO, f"LMCache: no answer: {parts[:3]!r:.80}") from None
-            if index is not None:
+            if index >= 0:
                 answers[index] = result[0] if result else None
         return answers
 
@@ -152,8 +158,15 @@ class Connection:
     def key(self, tokens: Sequence[int], worker: int | None, session: str) -> dict[str, Any]:
         """The server's key of the objects of these tokens."""
         return {
-            **{"model_name": self._model_name, "world_size": 1, "worker_id": worker, "token_ids": tokens},
-            **{"start": 0, "end": len(tokens), "request_id": session, "cache_salt": "", "num_kv_readers": 1},
+            "model_name": self._model_name,
+            "world_size": 1,
+            "worker_id": worker,
+            "token_ids": tokens,
+            "start": 0,
+            "end": len(tokens),
+            "request_id": session,
+            "cache_salt": "",
+            "num_kv_readers": 1,
         }
 
     def session(self) -> str:
@@ -178,9 +191,8 @@ class Connection:
 
     def close(self) -> None:
         """Let the server free what it holds for this connection; does not wait."""
-        if self.chunk_tokens:
-            with contextlib.suppress(self._zmq.ZMQError):
-                self._send(next(self._numbers), Request(Operation.UNREGISTER, [self.instance]))
+        with contextlib.suppress(self._zmq.ZMQError):
+            self._send(next(self._numbers), Request(Operation.UNREGISTER, [self.instance]))
         self._socket.close()
         self._memory = None  # unmapped with its last view
 
