@@ -12,7 +12,7 @@ __all__ = ["KVTier"]
 
 _Kind = Literal["host", "disk", "redis", "lmcache"]
 _PLACE = {"disk": "path", "redis": "url", "lmcache": "url"}
-_LMCACHE_URL = re.compile(r"tcp://([^/:@\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}|ipc:///\S+")
+_LMCACHE_URL = re.compile(r"tcp://([^/:@\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,7 +24,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         size: bytes, or a string ("4GiB"), that it may take; what was not used for longest goes first. Required for
             "host" and "disk"; a server has a limit of its own (Redis: `maxmemory`, LMCache: `--l1-size-gb`).
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
-        url: of "redis": redis://, rediss:// or unix://; of "lmcache": tcp://host:port or ipc:///path.
+        url: of "redis": redis://, rediss:// or unix://; of "lmcache": tcp://host:port.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
             only extents computed for the second time, not found, for a medium that wears out.
@@ -51,4 +51,4 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.type == "redis" and not (self.url or "").startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("url must start with redis://, rediss:// or unix://")  # it can contain a password
         if self.type == "lmcache" and not _LMCACHE_URL.fullmatch(self.url or ""):
-            raise ValueError(f"url={self.url!r} is not like tcp://127.0.0.1:5555 or ipc:///run/lmcache")
+            raise ValueError(f"url={self.url!r} is not like tcp://127.0.0.1:5555")

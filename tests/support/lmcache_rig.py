@@ -27,6 +27,7 @@ _COMMAND = (
         str(Path(__file__).with_name("fake_lmcache.py")),
     ]
 )
+_MAGIC = b"INFLKV\x00\x01"  # of a seal
 _numbers = itertools.count()
 
 
@@ -58,8 +59,12 @@ class LMCacheServer:
 
     @property
     def memory(self) -> Path:
-        """What it shares, with the bytes of all objects."""
+        """The file that it shares, with the bytes of all objects."""
         return Path(f"/dev/shm/lmcache_l1_pool_{self._name}")
+
+    def size(self) -> int:
+        """Extents that it has, or is about to have."""
+        return self.memory.read_bytes().count(_MAGIC)
 
     def __enter__(self) -> LMCacheServer:
         environment = {**os.environ, "LMCACHE_TRACK_USAGE": "false"}

@@ -84,7 +84,7 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A port on which no server listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

@@ -39,7 +39,7 @@ class LMCacheStore:
     """Implements `KVStore`.  Connects when it is first used, and again after any failure.
 
     Args:
-        url: `tcp://host:port` or `ipc://path` of a server that was started with
+        url: `tcp://host:port` of a server that was started with
             `--supported-transfer-mode engine_driven --shm-name NAME`.
         namespace: what the KV belongs to, as hexadecimal digits.
         seconds: for a call.
@@ -123,31 +123,32 @@ class LMCacheStore:
             TimeoutError: the server does not answer.
             OSError: anything else.
         """
-        connection: Connection | None = None
+        with self._lock:
+            if self._context is None:
+                self._context = self._zmq.Context()
+            connection = self._idle.pop() if self._idle else None
+        is_kept = False
         try:
-            with self._lock:
-                if self._context is None:
-                    self._context = self._zmq.Context()
-                connection = self._idle.pop() if self._idle else None
             if connection is None:
                 connection = Connection(self._context, self._url, self._model_name)
             connection.begin(self._seconds)
-            yield connection
-        except TornError:
-            raise
-        except Exception as error:
-            with self._lock:
-                self._close_idle()  # the server may have started anew
-            if connection is not None:
-                connection.close()
-            connection = None
-            if isinstance(error, self._zmq.ZMQError):
-                raise OSError(errno.EIO, f"LMCache: {error}") from None
-            raise
+            try:
+                yield connection
+            except TornError:
+                is_kept = True
+                raise
+            is_kept = True
+        except self._zmq.ZMQError as error:
+            raise OSError(errno.EIO, f"LMCache: {error}") from None
         finally:
             if connection is not None:
-                with self._lock:
-                    self._idle.append(connection)
+                self._give_back(connection, is_kept)
+
+    def _give_back(self, connection: Connection, is_kept: bool) -> None:
+        with self._lock:
+            self._idle.append(connection)
+            if not is_kept:
+                self._close_idle()  # all of them: the server may have started anew
 
     def _close_idle(self) -> None:
         for connection in self._idle:
@@ -196,7 +197,7 @@ class LMCacheStore:
                 connection.pause(_POLL_SECONDS)
             asked = True
             answers = connection.ask([Request(Operation.QUERY_PREFETCH_STATUS, [name]) for name in waiting])
-            found |= {name: answer for name, answer in zip(waiting, answers, strict=True) if isinstance(answer, int)}
+            found |= {name: one for name, one in zip(waiting, answers, strict=True) if one is not None}
         return [found[name] for name in sessions]
 
     def _let_go(self, connection: Connection, tokens: list[list[int]], sessions: list[str]) -> None:

@@ -16,7 +16,7 @@ import mmap
 import os
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -59,6 +59,15 @@ class _Registered(msgspec.Struct):
     pool_size: int
 
 
+class _Places(msgspec.Struct):
+    slots: list[Slot] = []
+    chunk_indices: list[int] = []
+
+
+class _Prepared(msgspec.Struct):
+    context: _Places
+
+
 class Request(NamedTuple):
     """One question."""
 
@@ -71,7 +80,7 @@ class Connection:
 
     Args:
         context: `zmq.Context`.
-        url: `tcp://host:port` or `ipc://path`.
+        url: `tcp://host:port`.
         model_name: under which the server keeps the objects.
 
     Attributes:
@@ -86,7 +95,7 @@ class Connection:
         self._model_name = model_name
         self._numbers = itertools.count()
         self._sessions = itertools.count()
-        self._deadline = self._refreshed = 0.0
+        self._seconds = self._deadline = self._refreshed = 0.0
         self._memory: mmap.mmap | None = None
         self._memory_id: tuple[int, int] | None = None
         self._socket = context.socket(self._zmq.DEALER)
@@ -96,14 +105,14 @@ class Connection:
         self._socket.connect(url)
 
     def begin(self, seconds: float) -> None:
-        """All that is asked from now on must be answered within so many seconds; register, if it was not done lately.
+        """Each question from now on must be answered within so many seconds; register, if it was not done lately.
 
         Raises:
             OSError: the server shares no memory with this process.
             TimeoutError: it did not answer.
         """
         now = time.monotonic()
-        self._deadline = now + seconds
+        self._seconds, self._deadline = seconds, now + seconds
         if self._memory is not None and now - self._refreshed < _REFRESHED_SECONDS:
             return
         payload = {
@@ -134,9 +143,10 @@ class Connection:
             waits[number := next(self._numbers)] = index
             self._send(number, request)
         answers: list[Any] = [None] * len(requests)
+        deadline = time.monotonic() + self._seconds
         while waits:
-            left = self._deadline - time.monotonic()
-            if left <= 0 or not self._socket.poll(int(left * 1000) + 1):
+            left = max(0.0, deadline - time.monotonic())  # a thread that did not run meanwhile takes what has come
+            if not self._socket.poll(int(left * 1000) + 1):
                 operation = requests[next(iter(waits.values()))].operation.name.lower()
                 raise TimeoutError(errno.ETIMEDOUT, f"LMCache did not answer {operation} in time")
             parts = self._socket.recv_multipart()
@@ -150,7 +160,7 @@ class Connection:
         return answers
 
     def pause(self, seconds: float) -> None:
-        """Wait before the next question.  Raises TimeoutError if the answer would come too late."""
+        """Wait before asking again.  Raises TimeoutError if that has been done for as long as `begin` was told."""
         if time.monotonic() + seconds >= self._deadline:
             raise TimeoutError(errno.ETIMEDOUT, "LMCache has not read in time what it has on slower media")
         time.sleep(seconds)
@@ -180,14 +190,12 @@ class Connection:
             OSError: they are not within the shared memory.
         """
         assert self._memory is not None
-        context = answer.get("context") if isinstance(answer, Mapping) else None
-        found = context if isinstance(context, Mapping) else {}
-        slots = _converted(found.get("slots", []), list[Slot])
+        found = _converted(answer, _Prepared).context
         size, memory = len(self._memory), memoryview(self._memory)
-        if any(one.offset < 0 or one.length < CHUNK_BYTES or one.offset + CHUNK_BYTES > size for one in slots):
+        if any(one.offset < 0 or one.length < CHUNK_BYTES or one.offset + CHUNK_BYTES > size for one in found.slots):
             raise OSError(errno.EIO, f"LMCache names places that are not in its {size} bytes of shared memory")
-        places = [memory[one.offset : one.offset + CHUNK_BYTES] for one in slots]
-        return places, _converted(found.get("chunk_indices", []), list[int])
+        places = [memory[one.offset : one.offset + CHUNK_BYTES] for one in found.slots]
+        return places, found.chunk_indices
 
     def close(self) -> None:
         """Let the server free what it holds for this connection; does not wait."""
