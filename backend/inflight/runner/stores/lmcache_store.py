@@ -97,9 +97,8 @@ class LMCacheStore:
             if places:
                 connection.ask([Request(Operation.COMMIT_STORE, [mine, connection.instance, b""])])
             connection.ask([Request(Operation.END_SESSION, [session])])
-            if not self._have(connection, [key], count)[0]:  # what has no place is there already, or did not fit
-                raise OSError(errno.ENOSPC, "LMCache is full: raise its --l1-size-gb")
-        return True
+            # An object without a place is there already, is being written by another engine, or did not fit.
+            return self._have(connection, [key], count)[0]
 
     def drop(self, key: bytes) -> None:
         with self._lock:
