@@ -28,8 +28,8 @@ LABEL org.opencontainers.image.title="Inflight" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}"
 
-# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only, for spans, for KV in Redis, and
-# psutil for `inflight-drain`.  The stub of 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own
+# What pyproject.toml asks for, for the backend and for the gateway, which speaks gRPC only, for spans, for KV in Redis and
+# LMCache, and psutil for `inflight-drain`.  The stub of 24.10 does not support numpy 2, and newer images have numpy 1 as well.  Those guard their own
 # Python against pip.
 ENV PIP_BREAK_SYSTEM_PACKAGES=1
 RUN pip install --no-cache-dir \
@@ -37,7 +37,7 @@ RUN pip install --no-cache-dir \
         "huggingface-hub>=1.0" "jinja2>=3.1" "llguidance>=1.3,<2" "ahocorasick-rs>=1.0" "regex>=2024.5" "xxhash>=3.4" "msgspec>=0.19" "numpy<2" \
         "starlette>=0.46" "uvicorn>=0.34" "httptools>=0.6" "uvloop>=0.21" "prometheus-client>=0.21" "uhashring>=2.4" "orjson>=3.10" \
         "tritonclient[grpc]>=2.50" "httpx2>=2.14" "typer>=0.15" "rich>=13.9" "psutil>=6" \
-        "opentelemetry-sdk>=1.30" "opentelemetry-exporter-otlp-proto-http>=1.30" "redis>=5.2" \
+        "opentelemetry-sdk>=1.30" "opentelemetry-exporter-otlp-proto-http>=1.30" "redis>=5.2" "pyzmq>=25" \
     && install -d -o 1000 -g 1000 /var/cache/inflight
 
 COPY --from=kernels /inflight /opt/tritonserver/backends/inflight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
 import msgspec
@@ -9,8 +10,9 @@ from msgspec import Meta
 
 __all__ = ["KVTier"]
 
-_Kind = Literal["host", "disk", "redis"]
-_PLACE = {"disk": "path", "redis": "url"}
+_Kind = Literal["host", "disk", "redis", "lmcache"]
+_PLACE = {"disk": "path", "redis": "url", "lmcache": "url"}
+_LMCACHE_URL = re.compile(r"tcp://([^/:@\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,11 +20,11 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         type: "host": memory of the engine process; "disk": files in a folder, which engines can share; "redis": a
-            server, which engines can share.
+            server, which engines can share; "lmcache": LMCache's multiprocess server on this machine, with its media.
         size: bytes, or a string ("4GiB"), that it may take; what was not used for longest goes first. Required for
-            "host" and "disk"; a Redis server has a limit of its own (`maxmemory`).
+            "host" and "disk"; a server has a limit of its own (Redis: `maxmemory`, LMCache: `--l1-size-gb`).
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
-        url: of "redis": redis://, rediss:// or unix://.
+        url: of "redis": redis://, rediss:// or unix://; of "lmcache": tcp://host:port.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
             only extents computed for the second time, not found, for a medium that wears out.
@@ -36,7 +38,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     write: Literal["all", "second"] = "all"
 
     def __post_init__(self) -> None:
-        if self.size is None and self.type != "redis":
+        if self.size is None and self.type in ("host", "disk"):
             raise ValueError(f'type="{self.type}" needs size: bytes, or a string such as "4GiB"')
         needed = _PLACE.get(self.type)
         for name, given in (("path", self.path), ("url", self.url)):
@@ -46,5 +48,7 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 raise ValueError(f'type="{self.type}" has no {name}; remove it')
         if self.password_file is not None and self.type != "redis":
             raise ValueError(f'type="{self.type}" has no password_file; remove it')
-        if self.url is not None and not self.url.startswith(("redis://", "rediss://", "unix://")):
+        if self.type == "redis" and not (self.url or "").startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("url must start with redis://, rediss:// or unix://")  # it can contain a password
+        if self.type == "lmcache" and not _LMCACHE_URL.fullmatch(self.url or ""):
+            raise ValueError(f"url={self.url!r} is not like tcp://127.0.0.1:5555")

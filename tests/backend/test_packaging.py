@@ -38,6 +38,7 @@ def test_the_image_installs_what_backend_and_gateway_need() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     needed = [*project["dependencies"], *extras["backend"], *extras["gateway"], *extras["otel"], *extras["kv"]]
+    needed += extras["lmcache"]
     needed += [one for one in extras["server"] if one.startswith("psutil")]  # for `inflight-drain`
     grpc_only = [one.replace("tritonclient[all]", "tritonclient[grpc]") for one in needed]
     assert asked == {Requirement(one) for one in grpc_only if not one.startswith("numpy")}

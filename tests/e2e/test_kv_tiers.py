@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from lmcache_rig import LMCacheServer
 from model_entries import CHECKPOINT, loaded
 from offline import make_core, run, tokens
 from processes_of import engine_process
@@ -190,3 +191,27 @@ def test_a_redis_that_stops_and_dies_under_load_fails_no_request(
             serve("killed")
             with RedisServer(tmp_path, port=redis.port):
                 serve("another server")
+
+
+@pytest.mark.nightly
+def test_an_lmcache_that_stops_and_dies_fails_no_request(
+    triton: TritonServer, tmp_path: Path, expected: Expected
+) -> None:
+    with (
+        LMCacheServer(tmp_path) as lmcache,
+        loaded(triton, lmcache={"kv_tiers": [{"type": "lmcache", "url": lmcache.url}]}),
+    ):
+        assert say(triton, "lmcache", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
+        wait_for(lambda: lmcache.size() >= 2 * (LENGTH // 256))
+        for _ in range(_ATTEMPTS):
+            engine_process(triton, "lmcache").kill()
+            assert say(triton, "lmcache", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
+            if hits := count(triton, "lmcache", "vllm:external_prefix_cache_hits_total"):
+                break
+        assert hits >= 256
+        lmcache.stop()
+        assert say(triton, "lmcache", 0, 1, 4) == {seed: expected[seed] for seed in (0, 1, 4)}
+        lmcache.go_on()
+        assert say(triton, "lmcache", 2, 3, 5) == {seed: expected[seed] for seed in (2, 3, 5)}
+        lmcache.kill()
+        assert say(triton, "lmcache", 0, 1, 2) == {seed: expected[seed] for seed in (0, 1, 2)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["RedisServer", "needs_redis"]
+__all__ = ["RedisServer", "free_port", "needs_redis"]
 
 _MISSING = [
     *([] if shutil.which("redis-server") else ["the program redis-server (apt-get install redis-server)"]),
@@ -34,7 +34,7 @@ class RedisServer:
     """
 
     def __init__(self, folder: Path, *options: str, port: int = 0) -> None:
-        self.port = port or _free_port()
+        self.port = port or free_port()
         self._command = [
             *("redis-server", "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--appendonly", "no"),
             *("--dir", str(folder), "--logfile", str(folder / "redis.log"), *options),
@@ -83,7 +83,8 @@ def _listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on which no server listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])

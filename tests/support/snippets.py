@@ -49,8 +49,8 @@ LANGUAGES: dict[str, tuple[str, ...]] = {
 
 # The first words of commands.  tests/test_snippets.py checks their words where it can.
 PROGRAMS = (
-    "claude", "cp", "curl", "docker", "echo", "envoy", "export", "helm", "inflight", "jq", "kubectl", "locust", "make",
-    "mkdir", "pip", "pytest", "python", "source", "tritonserver", "vllm-router",
+    "claude", "cp", "curl", "docker", "echo", "envoy", "export", "helm", "inflight", "jq", "kubectl", "lmcache",
+    "locust", "make", "mkdir", "pip", "pytest", "python", "source", "tritonserver", "vllm-router",
 )  # fmt: skip
 
 # Modules that the tests' environment does not have: `make clients-env` makes one that does.
@@ -67,6 +67,7 @@ NOT_RUN: list[tuple[str, str]] = [
         r"inflight adapters (load|unload)|curl .*load_lora_adapter",
         "needs adapters; tests/e2e/test_adapters.py loads some",
     ),
+    (r"lmcache server", "is in an environment of its own; tests/support/lmcache_rig.py starts it with these options"),
     (r"make ", "makes an environment or runs for minutes; the target is checked"),
     (r"pip install", "the tests' environment stays as it is; extras are checked"),
     (r"source \.venv/bin/activate", "the tests run in their own environment"),

@@ -9,6 +9,7 @@ from inflight.engine.tiers.base import KVStore
 from inflight.kv_tiers_config import KVTier
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
+from inflight.runner.stores.lmcache_store import LMCacheStore
 from inflight.runner.stores.redis_store import RedisStore, without_password
 
 __all__ = ["make_store"]
@@ -25,6 +26,8 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
     if tier.path is not None:
         return DirectoryStore(Path(tier.path).expanduser().absolute(), namespace, parse_bytes(tier.size or 0))
     assert tier.url is not None
+    if tier.type == "lmcache":
+        return _lmcache(tier.url, namespace)
     password = _password(tier.password_file)
     if password is not None and without_password(tier.url) != tier.url:
         raise ConfigError("kv_tiers: there is a password in url and in password_file; remove the one in url")
@@ -35,6 +38,15 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
     except ValueError:  # its text can contain a part of the password
         raise ConfigError(
             "kv_tiers: url is not like redis://user:password@host:6379/0; write a / in a password as %2F"
+        ) from None
+
+
+def _lmcache(url: str, namespace: str) -> LMCacheStore:
+    try:
+        return LMCacheStore(url, namespace)
+    except ImportError:
+        raise ConfigError(
+            'kv_tiers: type="lmcache" needs the package pyzmq: pip install "triton-inflight[lmcache]"'
         ) from None
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from extents import blank, content, frames_of, key
 from kv_memory import MemoryStore
+from lmcache_rig import LMCacheServer
 from redis_rig import RedisServer, needs_redis
 
 from inflight.engine.tiers.base import KVStore, TornError
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
+from inflight.runner.stores.lmcache_store import LMCacheStore
 from inflight.runner.stores.redis_store import RedisStore
 
 SIZE = 10_000
@@ -25,12 +28,20 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
         yield server
 
 
-@pytest.fixture(params=["definition", "host", "disk", pytest.param("redis", marks=needs_redis)])
+@pytest.fixture(scope="module")
+def lmcache_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheServer]:
+    with LMCacheServer(tmp_path_factory.mktemp("lmcache")) as server:
+        yield server
+
+
+@pytest.fixture(params=["definition", "host", "disk", "lmcache", pytest.param("redis", marks=needs_redis)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
         server.flush()
         made: KVStore = RedisStore(server.url, NAMESPACE)
+    elif request.param == "lmcache":
+        made = LMCacheStore(request.getfixturevalue("lmcache_server").url, secrets.token_hex(16))
     elif request.param == "disk":
         made = DirectoryStore(tmp_path / "kv", NAMESPACE, 2**30)
     else:
@@ -123,3 +134,13 @@ def test_namespaces_do_not_meet_in_redis(redis_server: RedisServer) -> None:
     mine.store(key(1), frames_of(content(1, SIZE)))
     assert other.find([key(1)]) == 0
     assert not other.load(key(1), blank(SIZE)[1])
+
+
+def test_namespaces_do_not_meet_in_lmcache(lmcache_server: LMCacheServer) -> None:
+    mine, other = (LMCacheStore(lmcache_server.url, secrets.token_hex(16)) for _ in range(2))
+    mine.store(key(1), frames_of(content(1, SIZE)))
+    assert other.find([key(1)]) == 0
+    assert not other.load(key(1), blank(SIZE)[1])
+    assert mine.find([key(1)]) == 1
+    mine.close()
+    other.close()
