@@ -74,6 +74,7 @@ class TierAdmission(EngineListener):
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: tokens of the longest prompt whose cost was observed
+        self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
@@ -97,8 +98,12 @@ class TierAdmission(EngineListener):
         self._num_steps += 1
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
-            ends = [done + num for done, num in zip(out.num_computed_tokens, out.num_scheduled_tokens) if num > 1]
-            self._longest = max(self._longest, *ends, 0)
+            for row, (slot, done, num) in enumerate(zip(out.slots, out.num_computed_tokens, out.num_scheduled_tokens)):
+                if num > 1 and row not in out.draft_token_ids:
+                    start, end = self._computed.get(slot, (0, 0))
+                    start, end = self._computed[slot] = start if end == done else done, done + num
+                    if end - start >= max(_MEASURED_TOKENS, start):  # a few tokens behind found ones tell too little
+                        self._longest = max(self._longest, end)
 
     def ended(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
