@@ -23,13 +23,13 @@ from inflight.engine.tiers.loads import Loads
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiers import ExtentLoad
 
-__all__ = ["TierAdmission"]
+__all__ = ["LOOK_SECONDS", "TierAdmission"]
 
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
 _UNMEASURED_SECONDS = 1e-3  # to compute a token on a CPU, until a prompt of some length has been
 _MEASURED_TOKENS = 64
-_LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
+LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
@@ -196,7 +196,7 @@ class TierAdmission(EngineListener):
                 visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))
             tier, answer = visit.asked
             if tier.finds_at_once:
-                wait([answer], _LOOK_SECONDS)
+                wait([answer], LOOK_SECONDS)
             if not answer.done() and tier.is_open:
                 return False
             found, part = answer.result() if answer.done() else (0, None)
