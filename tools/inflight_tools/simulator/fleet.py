@@ -113,7 +113,7 @@ class Fleet:
             self._next_scrape = (now // self._interval + 1) * self._interval
 
     def pass_time(self, until: float) -> None:
-        """What is due by then is read from KV tiers and written to them, also where an engine has nothing to do."""
+        """Let tiers read and write until then, also those of engines that have nothing to do."""
         if self._has_tiers:
             for replica in self.replicas:
                 if replica.state is not State.DOWN:
