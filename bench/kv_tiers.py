@@ -14,9 +14,10 @@ folder.  The sides of a part alternate.
                 share of the CPU time is the tier's, in its threads and in the engine's
     many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
                 first token of the last; and of one alone
-    others      the gaps between tokens of 8 streams: alone; until a request with a stored prompt has its first token,
-                whose prompt is loaded, or in the pool already (cached), or computed; only while it is loaded; and how
-                long the steps are in which the request arrives, has loads in flight, waits, or computes
+    others      the gaps between tokens of 8 streams in the second after a request with a stored prompt arrives, whose
+                prompt is loaded, or in the pool already (cached), or computed; and alone: median, p99, the longest, and
+                how many; only while it is loaded; and how long the steps are until its first token, in which it
+                arrives, has loads in flight, waits, or computes
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ PARTS = {
 }
 TAIL = 8  # tokens of the new question
 OUTPUT = 8
-STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 400, 40
+STREAMS, STREAM_TOKENS, GAPS_BEFORE = 8, 800, 40
+WINDOW = 1.0  # seconds in which gaps are compared
 
 
 def tokens(count: int, seed: int = 0) -> list[int]:
@@ -202,18 +204,18 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
             came.setdefault(request_id, []).extend(arrivals)
         kind = "arrives" if not steps else "computes" if 100 in here else "loads" if loads else "waits"
         steps.append((kind, start, time.perf_counter()))
-    first = came[100][0][0] if side != "alone" else begun + 1.0
+    first = came[100][0][0] if side != "alone" else begun + WINDOW
     gaps = [
         (earlier, later)
         for request_id in range(STREAMS)
         for (earlier, _), (later, _) in zip(came[request_id], came[request_id][1:])
-        if later >= begun and earlier <= first
+        if later >= begun
     ]
+    assert max(earlier for earlier, _ in gaps) > begun + WINDOW, "the streams end within the window"
     waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
     return {
-        **percentiles("", gaps),
-        **(percentiles("waiting_", waiting) if side == "loaded" else {}),
-        "gaps": len(gaps),
+        **figures_of("", [gap for gap in gaps if gap[0] <= begun + WINDOW]),
+        **(figures_of("waiting_", waiting) if side == "loaded" else {}),
         "seconds": first - begun,
         "hits": hits(core),
         "steps": kinds([step for step in steps if step[1] <= first]),
@@ -231,9 +233,12 @@ def kinds(steps: list[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
     }
 
 
-def percentiles(name: str, gaps: list[tuple[float, float]]) -> common.Run:
+def figures_of(name: str, gaps: list[tuple[float, float]]) -> common.Run:
+    """Of gaps (from, to): percentiles, the longest, and how many they are."""
     seconds = sorted(later - earlier for earlier, later in gaps)
-    return {f"{name}p{percent}": common.percentile(seconds, percent) for percent in (50, 99)}
+    found = {f"p{percent}": common.percentile(seconds, percent) for percent in (50, 99)}
+    found |= {"longest": seconds[-1], "gaps": len(seconds)}
+    return {name + key: value for key, value in found.items()}
 
 
 def run_a_step(core: Any) -> dict[int, list[tuple[float, list[int]]]]:
@@ -288,13 +293,16 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
             },
             "extents": [statistics.median(run["extents"] for run in runs[side]) for side in runs],
         }
-    ratios = {side: {p: common.median_ratio(runs[side], runs["alone"], p) for p in ("p50", "p99")} for side in runs}
-    ratios["loaded / cached"] = {p: common.median_ratio(runs["loaded"], runs["cached"], p) for p in ("p50", "p99")}
+    names = ("p50", "p99", "longest")
+    ratios = {side: {name: common.median_ratio(runs[side], runs["alone"], name) for name in names} for side in runs}
+    ratios["loaded / cached"] = {name: common.median_ratio(runs["loaded"], runs["cached"], name) for name in names}
     ratios["while it is loaded"] = {
-        p: statistics.median(loaded[f"waiting_{p}"] / alone[p] for loaded, alone in zip(runs["loaded"], runs["alone"]))
-        for p in ("p50", "p99")
+        name: statistics.median(
+            loaded[f"waiting_{name}"] / alone[name] for loaded, alone in zip(runs["loaded"], runs["alone"])
+        )
+        for name in names
     }
-    return {"medians": common.medians(runs, "p50", "p99"), **ratios}
+    return {"medians": common.medians(runs, *names, "gaps"), **ratios}
 
 
 def run_side(side: str, arguments: dict[str, Any]) -> common.Run:

@@ -39,26 +39,36 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
         for request_id in range(1 + beside):
             core.abort(request_id)
         common.drain(core)
+        found[f"{context} tokens"] = [token for one in repeats for token in one["tokens"]]
+        hits = statistics.median(one["hits"] for one in repeats[1:])
+        assert (hits > 0) == (side == "tier"), f"{side}, {context} tokens: {hits} of them came from a tier"
         for name in FIGURES:  # in the first one the engine learns what it costs
             found[f"{context} {name}"] = statistics.median(one[name] for one in repeats[1:])
     return found
 
 
-def once(core: Any) -> dict[str, float]:
+def once(core: Any) -> common.Run:
     """Preempt request 0 when it has 24 tokens more, and step until it has the next one."""
-    tokens = 0
-    while tokens < 24:
-        tokens += 0 in step(core)
+    tokens: list[int] = []
+    while len(tokens) < 24:
+        tokens += step(core).get(0, [])
+    hits = num_hits(core)
     preempt(core, next(one for one in core.scheduler.running if one.request_id == 0))
     start, cpu = time.perf_counter(), time.process_time()
     last, gap = start, 0.0
     while True:
         here = step(core)
         now = time.perf_counter()
-        if here - {0}:  # the others get theirs together
+        if here.keys() - {0}:  # the others get theirs together
             gap, last = max(gap, now - last), now
         if 0 in here:
-            return {"seconds": now - start, "cpu_seconds": time.process_time() - cpu, "gap": gap}
+            figures = {"seconds": now - start, "cpu_seconds": time.process_time() - cpu, "gap": gap}
+            return {**figures, "tokens": tokens + here[0], "hits": num_hits(core) - hits}
+
+
+def num_hits(core: Any) -> int:
+    """Tokens that came from a tier, ever."""
+    return 0 if core.info.tiers is None else core.info.tiers.num_hits
 
 
 def preempt(core: Any, request: Any) -> None:
@@ -72,15 +82,16 @@ def preempt(core: Any, request: Any) -> None:
     time.sleep(0.05)  # the tier's writer is through
 
 
-def step(core: Any) -> set[int]:
-    """The requests that got tokens."""
+def step(core: Any) -> dict[int, list[int]]:
+    """The tokens of the requests that got some."""
     from inflight.engine.held_requests import HELD_POLL_SECONDS
 
     message = core.step()
     assert not message.failed, message.failed
     if not message.stats.batch_size:
         time.sleep(HELD_POLL_SECONDS)
-    return {delta.request_id for delta in message.deltas} | set(message.tokens.request_ids)
+    found = {number: [token] for number, token in zip(message.tokens.request_ids, message.tokens.token_ids)}
+    return found | {delta.request_id: list(delta.token_ids) for delta in message.deltas}
 
 
 def main() -> None:
@@ -99,6 +110,9 @@ def main() -> None:
     runs = common.alternate(
         OPTIONS, args.rounds, lambda side, _: common.in_fresh_process(__file__, side, arguments), line
     )
+    for context in args.contexts:
+        sides = {side: [run[f"{context} tokens"] for run in found] for side, found in runs.items()}
+        assert all(tokens == sides["swap"] for tokens in sides.values()), f"{context}: the tokens differ"
     names = [f"{context} {name}" for context in args.contexts for name in FIGURES]
     ratios = {
         side: {name: common.median_ratio(runs[side], runs["swap"], name) for name in names}

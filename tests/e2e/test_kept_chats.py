@@ -24,6 +24,7 @@ CHATS = {
     "story": ["Write a story about rain in 1987.", "Go on.", "How does it end?", "Give it a title."],
 }
 ANSWER = 40
+_ATTEMPTS = 10  # a busy machine can take longer to read than the engine expects to compute
 OPTIONS: dict[str, Any] = {"max_model_len": 2048, "kv_cache_memory": "192MiB"}
 
 
@@ -82,10 +83,20 @@ def test_chats_go_on_whatever_is_killed_between_their_turns(
     tiers = [{"type": "host", "size": "256MiB"}, {"type": "disk", "path": str(tmp_path / "kv"), "size": "4GiB"}]
     write_entry(repository, "chats", model=str(smollm2), kv_tiers=tiers, **OPTIONS)
 
-    def turn(server: TritonServer, number: int, kills: bool = False) -> None:
+    def turn(server: TritonServer, number: int, kills: bool = False, returns: bool = False) -> None:
+        """
+        Args:
+            returns: KV of the earlier turns comes from a tier; if it was computed, another engine is asked.
+        """
         prompts = chats.prompts(number)
-        answers = answered(server, prompts, kills)
-        assert answers == chats.expected(prompts), f"turn {number}"
+        expected = chats.expected(prompts)
+        for _ in range(_ATTEMPTS):
+            answers = answered(server, prompts, kills)
+            assert answers == expected, f"turn {number}"
+            if not returns or hits(server):
+                break
+            engine_process(server, "chats").kill()
+        assert not returns or hits(server), f"turn {number}: everything was computed"
         chats.said(answers)
 
     def hits(server: TritonServer) -> float:
@@ -93,17 +104,18 @@ def test_chats_go_on_whatever_is_killed_between_their_turns(
         return gauges(server.metrics_address, "chats").get("vllm:external_prefix_cache_hits_total", 0.0)
 
     def kept() -> int:
-        return sum(path.stat().st_size for path in (tmp_path / "kv").rglob("*") if len(path.name) == 32)
+        files = [path for path in (tmp_path / "kv").rglob("*") if len(path.name) == 32 and path.is_file()]
+        return sum(path.stat().st_size for path in files)
 
     with killed_at_the_end(TritonServer(repository, env=keeping)) as server:
         turn(server, 0)
         wait_for(kept)
         engine_process(server, "chats").kill()
         before = kept()
-        turn(server, 1)
-        wait_for(lambda: hits(server))
+        turn(server, 1, returns=True)
         wait_for(lambda: kept() > before)
     with killed_at_the_end(TritonServer(repository, env=keeping)) as server:
-        turn(server, 2)
-        wait_for(lambda: hits(server))
+        turn(server, 2, returns=True)
         turn(server, 3, kills=True)
+        replayed = gauges(server.metrics_address, "chats")["inflight_requests_replayed_total"]
+        assert replayed, "all answers had ended when the engine was killed"

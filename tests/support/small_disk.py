@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from wire import wait_for
 
 __all__ = ["can_only_be_read", "small_disk"]
 
@@ -26,4 +27,6 @@ def small_disk(path: Path, mebibytes: int) -> Iterator[Path]:
 
 
 def can_only_be_read(disk: Path, only: bool = True) -> None:
-    subprocess.run(["mount", "-o", f"remount,{'ro' if only else 'rw'}", str(disk)], check=True)
+    """Refused while a file is open for writing, so it is tried again."""
+    remount = ["mount", "-o", f"remount,{'ro' if only else 'rw'}", str(disk)]
+    wait_for(lambda: subprocess.run(remount, stderr=subprocess.DEVNULL).returncode == 0)

@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 from inflight.config import ConfigError
 from inflight_tools.cli import app
 from inflight_tools.simulator.engine import SimulatedEngine
-from inflight_tools.simulator.incidents import Incidents, Kill
+from inflight_tools.simulator.incidents import Incidents, Kill, Rollout
 from inflight_tools.simulator.kv_tier import TierSpec, VirtualStore, parse_kv_tier
 from inflight_tools.simulator.outcome import Outcome
 from inflight_tools.simulator.report import summarise, table
+from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.slo import SLO
 
 MIB = 2**20
@@ -128,6 +129,54 @@ def test_requests_with_one_stored_prefix_share_its_load():
     outcome = simulate([engine(FAST, blocks=320, max_num_seqs=8)], jobs)
     assert [request.cached for request in outcome.requests[9:]] == [TOKENS] * 6
     assert summarise(outcome, SLO()).kv_tiers[0].loaded == 4
+
+
+def test_the_speed_of_a_tier_is_unknown_until_something_was_read():
+    spec = "disk:1GiB:10MB/s:0.2ms"
+    former, present = engine(spec), engine(spec)
+    simulate([former], [conversation(0, 0)])
+    present.succeed(former)
+    [tier] = present.kv_tiers.tiers.tiers
+    present.send(0, IdPrompts(100, 1).make(conversation(0, 0)), conversation(0, 0), 0.0)
+    while not tier._began:
+        present.step()
+    assert present.kv_tiers.tiers.loads and tier.age(present.now) > 0
+    while not tier.num_loaded:
+        assert tier._extent_seconds == 0 and tier.age(present.now) > 0
+        present.step()
+    assert tier._extent_seconds == pytest.approx(MIB / 10e6 + 0.0002)
+
+
+KILLED, DRAINED = "a disk, killed", "a disk, drained"
+
+
+@pytest.mark.parametrize(
+    ("what", "seconds", "cached"),
+    [
+        *(("redis", seconds, cached) for seconds, cached in ((0.010, 0), (0.030, 256), (0.100, TOKENS))),
+        *((KILLED, seconds, cached) for seconds, cached in ((0.010, 0), (0.030, 256), (0.100, TOKENS))),
+        (DRAINED, 0.010, TOKENS),
+    ],
+)
+def test_what_is_not_written_yet_is_not_read(what, seconds, cached):
+    """So long after the answer another replica is asked, or the only one ends; to write four extents takes 84 ms."""
+    spec = parse_kv_tier(f"{'redis' if what == 'redis' else 'disk'}:1GiB:50MB/s:0.2ms")
+    store = VirtualStore(spec)
+    config = LARGE.config({"max_model_len": 2048, "num_gpu_blocks_override": 512})
+
+    def replica(store: VirtualStore) -> SimulatedEngine:
+        return SimulatedEngine.of(config, LARGE, None, [store])
+
+    end = simulate([replica(VirtualStore(spec))], [conversation(0, 0, 0.0)]).requests[0].last + seconds
+    if what == "redis":
+        outcome = simulate([replica(store), replica(store)], [conversation(0, 0, 0.0), conversation(1, 0, end)])
+        assert {request.replica for request in outcome.requests} == {0, 1}
+    else:
+        ends = {"kills": (Kill(end),)} if what == KILLED else {"rollout": Rollout(end)}
+        jobs = [conversation(0, 0, 0.0), conversation(1, 0, 20.0)]
+        successor = partial(replica, VirtualStore(spec))
+        outcome = simulate([replica(store)], jobs, incidents=Incidents(**ends, startup=1.0), successor=successor)
+    assert outcome.requests[1].cached == cached
 
 
 arrivals = st.lists(st.tuples(st.integers(0, 3), st.integers(1, 1400), st.floats(0, 2)), min_size=1, max_size=12)

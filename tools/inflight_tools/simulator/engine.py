@@ -186,6 +186,13 @@ class SimulatedEngine(EngineCore):
         if self.kv_tiers is not None and former.kv_tiers is not None:
             self.kv_tiers.succeed(former.kv_tiers)
 
+    def pass_time(self, until: float) -> None:
+        """Let the threads of its tiers do what is due by then; while it has nothing to do, no step is longer by it."""
+        if self.kv_tiers is not None:
+            self.kv_tiers.advance(until)
+            if not self.has_work:
+                self.kv_tiers.cpu_seconds()
+
     @property
     def now(self) -> float:
         """Virtual seconds; set it forward when the engine was idle."""
@@ -225,11 +232,8 @@ class SimulatedEngine(EngineCore):
         """
         tiers = self.kv_tiers
         if tiers is not None:
-            tiers.advance()
+            tiers.advance(self.now)
         message = super().step()
-        if tiers is not None and not self.has_work:
-            tiers.settle()
-            tiers.cpu_seconds()  # no step is made longer by it
         if not message.stats.batch_size and self.has_work:
             if tiers is None or not self.only_holds or tiers.next_end == math.inf:
                 raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")

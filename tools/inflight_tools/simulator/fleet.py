@@ -90,6 +90,7 @@ class Fleet:
         self.scraped = [Gauges()] * len(engines)
         self.retired: list[tuple[SimulatedEngine, tuple[float, float]]] = []
         self._successor = successor
+        self._has_tiers = any(engine.kv_tiers is not None for engine in engines)
         self._interval, self._next_scrape = scrape_interval, 0.0
         self._waiting, self._blocks = 0, 0
         self._since = self._waiting_seconds = self._block_seconds = self._ready_seconds = 0.0
@@ -110,6 +111,13 @@ class Fleet:
         if self._interval and now >= self._next_scrape:
             self.scraped = [replica.gauges for replica in self.replicas]
             self._next_scrape = (now // self._interval + 1) * self._interval
+
+    def pass_time(self, until: float) -> None:
+        """Let tiers read and write until then, also those of engines that have nothing to do."""
+        if self._has_tiers:
+            for replica in self.replicas:
+                if replica.state is not State.DOWN:
+                    replica.engine.pass_time(until)
 
     def report(self, replica: Replica, stats: StepStats, seconds: float) -> None:
         """A step of this replica has ended; it took `seconds`."""

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import errno
 import heapq
+import itertools
 import math
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from inflight.config import ConfigError, parse_bytes
+from inflight.engine.policies.tier_admission import LOOK_SECONDS
 from inflight.engine.tiers.base import Frames, TornError
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
@@ -26,7 +28,6 @@ __all__ = ["SimulatedTiers", "TierSpec", "VirtualStore", "parse_kv_tier"]
 
 _TYPES = "host", "disk", "redis"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_LOOK_SECONDS = 1e-3  # for which an engine waits for a tier that answers at once
 _CPU_SECONDS_PER_BYTE = 5e-4 / 2**20  # to copy and verify
 
 
@@ -77,7 +78,7 @@ class Engine(Protocol):
 
 
 class TaskClock:
-    """The time of a tier's task that runs from one virtual moment to a later one, else the engine's.
+    """The time of a tier's task, which runs from one virtual moment to a later one, else the engine's.
 
     Attributes:
         cpu_seconds: that tasks have taken a core, ever.
@@ -91,12 +92,11 @@ class TaskClock:
     def __call__(self) -> float:
         return self._engine.now if self._task is None else self._task
 
-    def run(self, start: float, work: Callable[..., Any], args: tuple[Any, ...]) -> tuple[float, Any]:
-        """Do a task that begins at `start`; when it ends, and its result."""
+    def run(self, start: float, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+        """Do a task that has begun at `start`; returns its result."""
         self._task = start
         try:
-            result = work(*args)
-            return self._task, result
+            return work(*args)
         finally:
             self._task = None
 
@@ -126,9 +126,27 @@ class _Access:
     def num_bytes(self) -> int:
         return self._store.num_bytes
 
+    def begun(self, kind: str, args: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
+        """How long a task takes that begins now, and its arguments: what it writes is copied now.
+
+        Args:
+            kind: "find", "load" or "write".
+            args: of the task, a method of `Tier`.
+        """
+        latency = self._store.spec.latency
+        if kind == "find":
+            keys, behind = args
+            return latency * (bool(keys) + bool(behind(self._num_found(keys)))), args
+        if kind == "load":
+            key, frames = args
+            return self._seconds(self._bytes_of(frames)) if key in self._store.extents else latency, args
+        key, copied = args
+        copy = copied()
+        return 0.0 if copy is None else self._seconds(self._bytes_of(copy)), (key, lambda: copy)
+
     def find(self, keys: Sequence[bytes]) -> int:
         self._clock.spend(self._store.spec.latency)
-        return next((index for index, key in enumerate(keys) if key not in self._store.extents), len(keys))
+        return self._num_found(keys)
 
     def first_of(self, keys: Sequence[bytes]) -> int:
         self._clock.spend(self._store.spec.latency)
@@ -166,38 +184,63 @@ class _Access:
 
     def _move(self, frames: Frames) -> int:
         """Spend the time for the blocks in `frames`, behind the seal; returns their bytes."""
-        num_bytes = sum(frame.nbytes for frame in frames[1:]) * self._bytes_per_block
-        seconds = self._store.spec.latency + num_bytes / self._store.spec.bytes_per_second
-        self._clock.spend(seconds, num_bytes * _CPU_SECONDS_PER_BYTE)
+        num_bytes = self._bytes_of(frames[1:])
+        self._clock.spend(self._seconds(num_bytes), num_bytes * _CPU_SECONDS_PER_BYTE)
         return num_bytes
+
+    def _num_found(self, keys: Sequence[bytes]) -> int:
+        return next((index for index, key in enumerate(keys) if key not in self._store.extents), len(keys))
+
+    def _bytes_of(self, frames: Frames) -> int:
+        return sum(frame.nbytes for frame in frames) * self._bytes_per_block
+
+    def _seconds(self, num_bytes: int) -> float:
+        return self._store.spec.latency + num_bytes / self._store.spec.bytes_per_second
+
+
+_task_numbers = itertools.count(1)
+
+
+class _Task(NamedTuple):
+    """A task that has begun."""
+
+    end: float
+    number: int
+    start: float
+    future: Future[Any]
+    work: Callable[..., Any]
+    args: tuple[Any, ...]
 
 
 class VirtualWorkers:
-    """Implements `Workers`: so many tasks at a time, which take virtual time.
+    """Implements `Workers`: so many tasks at a time, which take virtual time and have their effect when they end.
 
     Args:
-        is_waited_for: the engine's thread waits for a result that comes in a moment.
+        kind: of their tasks, see `_Access.begun`.
+
+    Attributes:
+        began: task in progress -> when it began; the tier's own, where that observes its tasks.
     """
 
-    def __init__(self, engine: Engine, clock: TaskClock, count: int, most: int, is_waited_for: bool) -> None:
-        self._engine, self._clock, self._most, self._is_waited_for = engine, clock, most, is_waited_for
-        self._free = [0.0] * count  # heap: since when each thread has nothing to do, or when it will be through
+    def __init__(self, engine: Engine, clock: TaskClock, access: _Access, count: int, kind: str, most: int) -> None:
+        self._engine, self._clock, self._access, self._kind, self._most = engine, clock, access, kind, most
+        self.began: dict[int, float] = {}
+        self._free = [0.0] * count  # heap: since when each thread has had nothing to do
         self._queue: deque[tuple[float, Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
-        self._running: list[tuple[float, int, Future[Any], Any]] = []  # heap by the end
-        self._num_begun = 0
+        self._running: list[_Task] = []  # heap
 
     @property
     def next_end(self) -> float:
         """When the next task ends; infinite if none has begun."""
-        return self._running[0][0] if self._running else math.inf
+        return self._running[0].end if self._running else math.inf
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
         self._queue.append((self._engine.now, future, work, args))
-        self.advance()
-        if self._is_waited_for and 0 < self.next_end - self._engine.now <= _LOOK_SECONDS:
-            self._engine.now = self.next_end
-            self.advance()
+        self.advance(self._engine.now)
+        if self._kind == "find" and 0 < self.next_end - self._engine.now <= LOOK_SECONDS:
+            self._engine.now = self.next_end  # the engine's thread waits for it
+            self.advance(self._engine.now)
         return future
 
     def offer(self, work: Callable[..., Any], *args: Any) -> bool:
@@ -209,19 +252,31 @@ class VirtualWorkers:
     def finish(self, seconds: float) -> bool:
         return True
 
-    def advance(self, begins_until: float | None = None) -> None:
-        """Begin and end what is due by now; what begins later, until then, begins, too."""
-        now = self._engine.now
-        while self._queue and self._free[0] <= (now if begins_until is None else begins_until):
-            submitted, future, work, args = self._queue.popleft()
-            if future.set_running_or_notify_cancel():
-                end, result = self._clock.run(max(submitted, self._free[0]), work, args)
-                heapq.heapreplace(self._free, end)
-                heapq.heappush(self._running, (end, self._num_begun, future, result))
-                self._num_begun += 1
-        while self._running and self._running[0][0] <= now:
-            _, _, future, result = heapq.heappop(self._running)
-            future.set_result(result)
+    def advance(self, until: float) -> None:
+        """Begin and end, in the order of their times, what is due by then."""
+        while True:
+            begin = max(self._queue[0][0], self._free[0]) if self._queue and self._free else math.inf
+            if begin < math.inf and begin <= min(until, self.next_end):
+                self._begin(begin)
+            elif self._running and self.next_end <= until:
+                self._end()
+            else:
+                return
+
+    def _begin(self, start: float) -> None:
+        _, future, work, args = self._queue.popleft()
+        if future.set_running_or_notify_cancel():
+            heapq.heappop(self._free)
+            seconds, args = self._access.begun(self._kind, args)
+            task = _Task(start + seconds, next(_task_numbers), start, future, work, args)
+            heapq.heappush(self._running, task)
+            self.began[-task.number] = start  # other numbers than a thread's
+
+    def _end(self) -> None:
+        task = heapq.heappop(self._running)
+        heapq.heappush(self._free, task.end)
+        del self.began[-task.number]
+        task.future.set_result(self._clock.run(task.start, task.work, task.args))
 
 
 class VirtualBlocks:
@@ -251,22 +306,26 @@ class SimulatedTiers:
 
     def __init__(self, engine: Engine, stores: Sequence[VirtualStore], bytes_per_block: int) -> None:
         self.stores = stores
-        self._engine, self._clock = engine, TaskClock(engine)
+        self._engine, self._clock, self._bytes_per_block = engine, TaskClock(engine), bytes_per_block
         self._workers: list[VirtualWorkers] = []
         self._charged = 0.0
-        seal, blocks = Seal(bytes(16)), VirtualBlocks(bytes_per_block)
-        tiers = [
-            Tier(
-                store.spec.type,
-                _Access(store, self._clock, bytes_per_block),
-                seal,
-                self._made,
-                clock=self._clock,
-                cpu_clock=lambda: self._clock.cpu_seconds,
-            )
-            for store in stores
-        ]
-        self.tiers = Tiers(tiers, blocks, seal, self._clock)
+        seal = Seal(bytes(16))
+        tiers = [self._tier(store, seal) for store in stores]
+        self.tiers = Tiers(tiers, VirtualBlocks(bytes_per_block), seal, self._clock)
+
+    def _tier(self, store: VirtualStore, seal: Seal) -> Tier:
+        access = _Access(store, self._clock, self._bytes_per_block)
+        made: dict[str, VirtualWorkers] = {}
+
+        def make(count: int, name: str, most: int) -> VirtualWorkers:
+            kind = name.rpartition("-")[2]
+            made[kind] = VirtualWorkers(self._engine, self._clock, access, count, kind, most)
+            return made[kind]
+
+        tier = Tier(store.spec.type, access, seal, make, clock=self._clock, cpu_clock=lambda: self._clock.cpu_seconds)
+        made["find"].began = made["load"].began = tier._began
+        self._workers += made.values()
+        return tier
 
     def succeed(self, former: SimulatedTiers) -> None:
         """Take over the disk of a former engine."""
@@ -274,15 +333,10 @@ class SimulatedTiers:
             if store.spec.type == "disk":
                 store.extents, store.num_bytes = old.extents, old.num_bytes
 
-    def advance(self) -> None:
-        """Begin and end what is due by now."""
+    def advance(self, until: float) -> None:
+        """Begin and end what is due by then."""
         for workers in self._workers:
-            workers.advance()
-
-    def settle(self) -> None:
-        """The engine has nothing to do: its clock stands still, and what waits to be written is written."""
-        for workers in self._workers:
-            workers.advance(math.inf)
+            workers.advance(until)
 
     @property
     def next_end(self) -> float:
@@ -293,8 +347,3 @@ class SimulatedTiers:
         """That tasks have taken a core since the last call."""
         charged, self._charged = self._charged, self._clock.cpu_seconds
         return self._charged - charged
-
-    def _made(self, count: int, name: str, most: int) -> VirtualWorkers:
-        workers = VirtualWorkers(self._engine, self._clock, count, most, is_waited_for=name.endswith("-find"))
-        self._workers.append(workers)
-        return workers

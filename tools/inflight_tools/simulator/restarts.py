@@ -13,6 +13,8 @@ from inflight_tools.simulator.incidents import Incidents
 
 __all__ = ["Restarts"]
 
+_CLOSING_SECONDS = 5.0  # `Tiers.close`
+
 _Action = Callable[[float], None]
 
 
@@ -53,7 +55,8 @@ class Restarts:
         return self.windows[-1][1] if self.windows else -math.inf
 
     def drained(self, replica: Replica, now: float) -> None:
-        """A draining replica has nothing left to do."""
+        """A draining replica has nothing left to do but to write what waits for its KV tiers."""
+        replica.engine.pass_time(now + _CLOSING_SECONDS)
         self._stop(replica, now)
 
     def _kill(self, replica: Replica, now: float) -> None:
@@ -74,7 +77,7 @@ class Restarts:
             if replica.open:
                 self._at(now + rollout.grace, partial(self._out_of_grace, replica, replica.engine))
             else:
-                self._stop(replica, now)
+                self.drained(replica, now)
 
     def _out_of_grace(self, replica: Replica, engine: SimulatedEngine, now: float) -> None:
         if replica.engine is engine and replica.state is State.DRAINING:

@@ -85,10 +85,10 @@ class Scene:
     def run(self) -> Outcome:
         """Run the simulation."""
         config, source = self.config(), self.load.load()
-        shared = {spec: VirtualStore(spec) for spec in self.kv_tiers if spec.type == "redis"}
+        shared = [VirtualStore(spec) if spec.type == "redis" else None for spec in self.kv_tiers]
 
         def make_engine() -> SimulatedEngine:
-            stores = [shared.get(spec) or VirtualStore(spec) for spec in self.kv_tiers]
+            stores = [server or VirtualStore(spec) for server, spec in zip(shared, self.kv_tiers)]
             return SimulatedEngine.of(config, self.profile, self.accepted_drafts, stores)
 
         engines = [make_engine() for _ in range(self.replicas)]

@@ -91,10 +91,12 @@ class Simulation:
             else:
                 break
             fleet.look(now)
+            fleet.pass_time(now)
             if self._due is not None:
                 fleet.advance(now)
             action(now)
         self._check()
+        fleet.pass_time(math.inf)
         kept = [(replica.engine, replica.kv_use) for replica in fleet.replicas if replica.state is not State.DOWN]
         waiting, usage = fleet.mean_gauges
         return Outcome(

@@ -23,14 +23,14 @@ from inflight.engine.tiers.loads import Loads
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiers import ExtentLoad
 
-__all__ = ["TierAdmission"]
+__all__ = ["LOOK_SECONDS", "TierAdmission"]
 
 _WORTH = 0.8  # a load may take so much of the time to compute the same
 _FEW_SECONDS = 0.003  # to compute: no tier is asked for less
 _UNMEASURED_SECONDS = 1e-3  # to compute a token on a CPU, until a prompt of some length has been
 _UNMEASURED_GPU_SECONDS = 2e-5  # the same on a GPU
 _MEASURED_TOKENS = 64
-_LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
+LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answers at once
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
@@ -75,6 +75,7 @@ class TierAdmission(EngineListener):
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: tokens of the longest prompt whose cost was observed
+        self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
@@ -98,8 +99,12 @@ class TierAdmission(EngineListener):
         self._num_steps += 1
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
-            ends = [done + num for done, num in zip(out.num_computed_tokens, out.num_scheduled_tokens) if num > 1]
-            self._longest = max(self._longest, *ends, 0)
+            for row, (slot, done, num) in enumerate(zip(out.slots, out.num_computed_tokens, out.num_scheduled_tokens)):
+                if num > 1 and row not in out.draft_token_ids:
+                    start, end = self._computed.get(slot, (0, 0))
+                    start, end = self._computed[slot] = start if end == done else done, done + num
+                    if end - start >= max(_MEASURED_TOKENS, start):  # a few tokens behind found ones tell too little
+                        self._longest = max(self._longest, end)
 
     def ended(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
@@ -192,7 +197,7 @@ class TierAdmission(EngineListener):
                 visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))
             tier, answer = visit.asked
             if tier.finds_at_once:
-                wait([answer], _LOOK_SECONDS)
+                wait([answer], LOOK_SECONDS)
             if not answer.done() and tier.is_open:
                 return False
             found, part = answer.result() if answer.done() else (0, None)

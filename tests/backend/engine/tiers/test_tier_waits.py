@@ -8,11 +8,13 @@ from unittest import mock
 
 import pytest
 from drafters import add_gate
-from engine_rig import add
+from engine_rig import Info, add, done_step
 from kv_memory import MemoryStore
-from tier_conversations import PROMPT, answer, from_tiers, rig_of, serve, stored
+from tier_conversations import OPTIONS, PROMPT, answer, from_tiers, rig_of, serve, stored
+from tiers_rig import TieredRig
 
 from inflight.engine.policies import tier_admission
+from inflight.engine.step import SchedulerOutput
 
 pytestmark = pytest.mark.usefixtures("half_a_millisecond_a_token")
 
@@ -312,3 +314,40 @@ def test_an_answer_that_takes_a_second_is_not_waited_for_though_computing_takes_
     rig.step()
     rig.step()
     assert rig.outputs[0, 0]
+
+
+def computed_steps(*chunks: tuple[int, int], drafts: int = 0) -> tier_admission.TierAdmission:
+    """An engine's admission after steps with a row in one slot: tokens before it, tokens that took 1 ms each."""
+    policy = from_tiers(rig_of(MemoryStore()))
+    for done, num in chunks:
+        out = SchedulerOutput(num_prompt_tokens=0 if drafts else num)
+        out.append(0, num, done, True)
+        out.draft_token_ids = {0: [1] * drafts} if drafts else {}
+        policy.step_done(done_step(out, num * 1e-3))
+    return policy
+
+
+@pytest.mark.parametrize("chunks", [[(7992, 8)], [(7900, 90)], [(48, 40)], [(40, 30), (96, 50)]])
+def test_a_prompt_that_was_found_does_not_tell_what_computing_it_takes(chunks):
+    assert computed_steps(*chunks)._compute_seconds(0, 2000) == 8000 * 5e-4
+
+
+def test_drafts_do_not_tell_what_computing_a_prompt_takes():
+    assert computed_steps(*[(8000 + 5 * n, 5) for n in range(8)], drafts=4)._compute_seconds(0, 2000) == 8000 * 5e-4
+    assert computed_steps(*[(70 * n, 70) for n in range(8)], drafts=69)._compute_seconds(0, 20) == 80 * 5e-4
+
+
+def test_chunks_of_a_prompt_tell_what_computing_it_takes():
+    policy = computed_steps(*[(20 + 32 * n, 32) for n in range(30)])
+    assert policy._compute_seconds(0, 200) == pytest.approx(0.8, rel=0.05)
+    assert policy._longest == 20 + 30 * 32
+
+
+def test_a_conversation_that_came_from_a_tier_does_not_tell_what_computing_it_takes():
+    store = MemoryStore()
+    for turn in range(2):
+        rig = TieredRig(Info(max_model_len=200, num_blocks=64), 1, [store], **OPTIONS)
+        add(rig.core, turn, [1 + n % 7 for n in range(101)], max_tokens=2, ignore_eos=True)
+        rig.run()
+    assert rig.tiers.num_hits == 100
+    assert from_tiers(rig)._compute_seconds(0, 25) == 100 * 5e-4
