@@ -212,19 +212,23 @@ def test_a_slot_is_not_kept_for_one_that_was_passed_by_others() -> None:
     assert [table.after(0.2).outcome(one) for one in (B, A)] == [READY, WAITS]
 
 
-@pytest.mark.parametrize(
-    ("policy", "order"), [("fcfs", [0, 1, 2]), ("priority", [0, 2, 1]), ("sjf", [0, 2, 1]), ("edf", [0, 2, 1])]
-)
-def test_who_lacks_blocks_keeps_no_slot_from_one_that_goes_before_it(policy: str, order: list[int]) -> None:
-    """Request 1 has the promise of the only slot, and waits for the blocks of request 0, which has no adapter."""
+def _order_of_starts(names: str, served: str = "", **config: Any) -> list[int]:
+    """Request 1 has the promise of the only slot, and waits for the blocks of request 0, which has no adapter.
+
+    Request 2, with another adapter, is the shortest, the most urgent and due first.
+
+    Args:
+        names: of the tenants of the three.
+        served: a tenant of whom a request has run before.
+    """
     table = Table(limit=4, max_running=1)
     core = make_core(
         Info(num_blocks=16, adapters=table),
         clock=lambda: table.now,
         enable_lora=True,
         block_size=4,
-        scheduling_policy=policy,
         enable_prefix_caching=False,
+        **config,
     )
     started: list[int] = []
 
@@ -233,17 +237,47 @@ def test_who_lacks_blocks_keeps_no_slot_from_one_that_goes_before_it(policy: str
         check_core(core)
         table.after(0.01)
 
-    add(core, 0, [3] * 30, {"priority": -9}, max_tokens=20, ignore_eos=True)
+    if served:
+        add(core, 9, [3] * 5, {"tenant": served}, max_tokens=4, ignore_eos=True)
+        while core.has_work:
+            step()
+        started.clear()
+    add(core, 0, [3] * 30, {"priority": -9, "tenant": names[0]}, max_tokens=20, ignore_eos=True)
     step()
     for number, length, priority, ref in ((1, 40, 5, A), (2, 4, 1, B)):
         choices = {"attached": Attached(adapter=ref), "priority": priority, "deadline": 60.0 * (3 - number)}
+        choices["tenant"] = names[number]
         add(core, number, [3] * length, choices, max_tokens=9 // number, ignore_eos=True)
         table.finish()
         step()
-        assert list(table._promised) == [(A if policy == "fcfs" or number == 1 else B).id] or number in started
+        assert number == 2 or list(table._promised) == [A.id]
     while core.has_work:
         step()
-    assert started == order and not table._promised
+    assert not table._promised
+    return started
+
+
+@pytest.mark.parametrize("config", [{}, {"tenants": {"*": {"per_name": True}}}], ids=["", "fair shares"])
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", [0, 1, 2]), ("priority", [0, 2, 1]), ("sjf", [0, 2, 1]), ("edf", [0, 2, 1])]
+)
+def test_who_lacks_blocks_keeps_no_slot_from_one_that_goes_before_it(
+    policy: str, order: list[int], config: dict[str, Any]
+) -> None:
+    assert _order_of_starts("xyy", scheduling_policy=policy, **config) == order
+
+
+@pytest.mark.parametrize(
+    ("names", "served", "caps", "order"),
+    [
+        ("xyz", "y", {}, [0, 2, 1]),
+        ("xyz", "z", {}, [0, 1, 2]),
+        ("xyx", "y", {"x": {"max_running": 1}}, [0, 1, 2]),
+    ],
+)
+def test_a_slot_is_for_the_tenant_that_is_next(names: str, served: str, caps: dict[str, Any], order: list[int]) -> None:
+    """`served` has had tokens; the other two that wait have had none."""
+    assert _order_of_starts(names, served, tenants={"*": {"per_name": True}, **caps}) == order
 
 
 def test_a_request_of_the_same_rank_takes_no_promise() -> None:

@@ -27,7 +27,7 @@ class AdapterAdmission(EngineListener):
         self._adapters = adapters
         self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
         self._begun: set[int] = set()  # ids of requests
-        adapters.reset(lambda request, other: rank.position(request, [other]) == 0)
+        adapters.reset(rank.goes_before)
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])

@@ -54,6 +54,9 @@ class VectorsBeside(EngineListener):
         mine, turn = own.ahead(request), own is (self._vectors if self._vectors_next else self._texts)
         return [*mine, *other.next_requests(len(mine) + (not turn))]
 
+    def goes_before(self, request: Request, other: Request) -> bool:
+        return False  # the order of those that left the queue is not known
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
 
