@@ -43,7 +43,7 @@ class Adapters(Protocol):
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
-    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
+    def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         """Whether `request`, which is next or was held, may start with it.  The first to ask or to go comes first.
 
         Args:
