@@ -46,8 +46,7 @@ class Adapters(Protocol):
     def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         """Whether `request`, which is next or was held, may start with it.  The first to ask or to go comes first.
 
-        Args:
-            begun: it holds the adapter already, for another sequence or before it was preempted.
+        `begun`: it holds the adapter already, for another sequence or before it was preempted.
         """
 
     def hold(self, ref: AdapterRef) -> None:
