@@ -225,7 +225,7 @@ class AdapterTable:
 
     def _submit(self, entry: Entry) -> None:
         if self._loader is None:
-            self._loader = ThreadPoolExecutor(1, "adapters")
+            self._loader = ThreadPoolExecutor(1, "adapters")  # not at idle priority: see `TierThreads`
         self._loader.submit(self._load, entry)
 
     def _load(self, entry: Entry) -> None:

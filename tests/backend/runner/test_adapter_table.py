@@ -222,7 +222,7 @@ def _order_of_starts(names: str, served: str = "", **config: Any) -> list[int]:
 
     Args:
         names: of the tenants of the three.
-        served: a tenant of whom a request has run before.
+        served: a tenant that has had a request before.
     """
     table = Table(limit=4, max_running=1)
     core = make_core(

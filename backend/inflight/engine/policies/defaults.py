@@ -53,7 +53,7 @@ class FcfsOrder:
         return list(self._queue)
 
     def goes_before(self, request: Request, other: Request) -> bool:
-        return False  # the order of those that left the queue is not known
+        return False  # requests out of the queue have no order
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)

@@ -55,7 +55,7 @@ class VectorsBeside(EngineListener):
         return [*mine, *other.next_requests(len(mine) + (not turn))]
 
     def goes_before(self, request: Request, other: Request) -> bool:
-        return False  # the order of those that left the queue is not known
+        return False  # requests out of the queue have no order
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
