@@ -413,7 +413,7 @@ def test_thousands_of_adapters_leave_nothing_behind() -> None:
     assert len(table._entries) <= 4 and not table._waiting and not table._promised
     assert len(table._failures) <= 1024
     (admission,) = (one for one in core.scheduler.listeners if isinstance(one, AdapterAdmission))
-    assert not admission._open and not admission._begun
+    assert not admission._open and not admission._begun and not admission._left
 
 
 @settings(max_examples=30, deadline=None)
