@@ -59,21 +59,34 @@ ENGINES = {
 
 
 def interpreter(name: str, given: dict[str, str]) -> str:
-    """Interpreter of an engine: from `--peer`, from INFLIGHT_BENCH_PEER_<NAME>, or in the benchmarks' cache.
+    """Interpreter of an engine: from `--peer`, or where `peer_python` finds it.
 
     Raises:
         RunFailed: not installed; the message says how to install it.
     """
-    module = ENGINES[name].module
+    engine = ENGINES[name]
+    return peer_python(name, engine.module, engine.install, given.get(name))
+
+
+def peer_python(name: str, module: str | None, install: str, python: str | None = None) -> str:
+    """Interpreter of an engine: `python`, or from INFLIGHT_BENCH_PEER_<NAME>, or in the benchmarks' cache.
+
+    Args:
+        name: of the engine's virtual environment.
+        module: what the interpreter must be able to import; None: it is this one.
+        install: what pip installs there.
+
+    Raises:
+        RunFailed: not installed; the message says how to install it.
+    """
     if module is None:
         return sys.executable
     variable = f"INFLIGHT_BENCH_PEER_{name.upper().replace('-', '_')}"
-    python = given.get(name) or os.environ.get(variable) or str(common.CACHE / "peers" / name / "bin" / "python")
+    python = python or os.environ.get(variable) or str(common.CACHE / "peers" / name / "bin" / "python")
     find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     if not Path(python).exists() or subprocess.run([python, "-c", find], cwd="/").returncode != 0:
         raise RunFailed(
-            f"not installed: python3 -m venv DIR && DIR/bin/pip install {ENGINES[name].install}, "
-            f"then --peer {name}=DIR/bin/python (or {variable})"
+            f"not installed: python3 -m venv DIR && DIR/bin/pip install {install}, then {variable}=DIR/bin/python"
         )
     return python
 

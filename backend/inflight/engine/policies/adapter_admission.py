@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inflight.engine.adapter import AdapterRef, Adapters
 from inflight.engine.events import EngineListener
@@ -22,12 +22,14 @@ class AdapterAdmission(EngineListener):
     not wait for it again.
     """
 
-    def __init__(self, inner: AdmissionPolicy, adapters: Adapters, rank: Rank) -> None:
+    def __init__(self, inner: AdmissionPolicy, adapters: Adapters, rank: Rank, clock: Callable[[], float]) -> None:
         self._inner = inner
+        self._clock = clock
         self._adapters = adapters
         self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
         self._begun: set[int] = set()  # ids of requests
-        adapters.reset(lambda request, other: rank.position(request, [other]) == 0)
+        self._left: dict[Request, float] = {}  # of one that has waited: seconds until it fails
+        adapters.reset(rank.goes_before)
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
@@ -40,12 +42,16 @@ class AdapterAdmission(EngineListener):
     ) -> bool | NotYet:
         ref = _adapter_of(request)
         if ref is not None:
-            outcome = self._adapters.outcome(ref, request.request_id in self._begun, request)
+            outcome = self._adapters.outcome(ref, request, request.request_id in self._begun)
             if not outcome.ready:
-                return NotYet(f"its adapter {ref.name!r} to be loaded", _WAIT_SECONDS, outcome.failure)
+                left = self._left.setdefault(request, _WAIT_SECONDS)
+                return NotYet(f"its adapter {ref.name!r} to be loaded", left, outcome.failure)
+            if request in self._left and request.held_until is not None:  # another one can still take its slot
+                self._left[request] = request.held_until - self._clock()
         answer = self._inner.admits(request, prefix, running, pool)
         if ref is not None and answer not in (True, False):
             self._adapters.forget(ref)  # others may run in its place until the rest is there, too
+            self._left.pop(request, None)
         return answer
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
@@ -58,6 +64,7 @@ class AdapterAdmission(EngineListener):
         ref = _adapter_of(request)
         if ref is None:
             return
+        self._left.pop(request, None)
         requests = self._open[ref.id]
         requests[request.request_id].discard(request)
         if requests[request.request_id]:

@@ -63,6 +63,9 @@ class Rank(Protocol):
     def ahead(self, request: Request) -> list[Request]:
         """Waiting requests that would be admitted before `request`, which is not queued, if no more arrived."""
 
+    def goes_before(self, request: Request, other: Request) -> bool:
+        """Whether `request` would be admitted before `other`; both wait, in the queue or out of it."""
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """The request's place in `running`, where the first request gets the first tokens of a step."""
 

@@ -52,6 +52,9 @@ class FcfsOrder:
     def ahead(self, request: Request) -> list[Request]:
         return list(self._queue)
 
+    def goes_before(self, request: Request, other: Request) -> bool:
+        return False  # requests out of the queue have no order
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
 

@@ -96,6 +96,9 @@ class DueOrder:
         end = bisect_left(self._queue, (self.due(request), request.request_id, request.index))
         return [entry[3] for entry in self._queue[:end]]
 
+    def goes_before(self, request: Request, other: Request) -> bool:
+        return self.due(request) < self.due(other)
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """Running requests have the order of the queue; the last ones give way first."""
         return bisect_right(running, self.due(request), key=self.due)

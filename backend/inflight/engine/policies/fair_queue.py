@@ -147,8 +147,7 @@ class FairQueue(EngineListener):
         """Its tenant's requests that are due before it; other tenants' requests with their turn at a smaller tag."""
         tenant = self._tenant(request)
         found = tenant.queue.ahead(request)
-        tag = tenant.tag if tenant.entry is not None else max(tenant.tag, self._virtual_time)
-        tag += sum(map(tenant.cost, found))
+        tag = self._tag(tenant) + sum(map(tenant.cost, found))
         for other_tag, _, _, other in self._line:
             if other is tenant or other_tag > tag:
                 continue
@@ -158,6 +157,14 @@ class FairQueue(EngineListener):
                 found.append(other.queue[index])
                 other_tag += other.cost(found[-1])
         return found
+
+    def goes_before(self, request: Request, other: Request) -> bool:
+        """By their tenants' tags; within a tenant by its queue."""
+        mine, theirs = self._tenant(request), self._tenant(other)
+        if mine is theirs:
+            return mine.queue.goes_before(request, other)
+        cap = mine.options.max_running
+        return (cap is None or len(mine.running) < cap) and self._tag(mine) < self._tag(theirs)
 
     def position(self, request: Request, running: Sequence[Request]) -> int:
         """In order of admission, but before requests of its tenant that are due later."""
@@ -197,6 +204,10 @@ class FairQueue(EngineListener):
             self._tenants[name] = tenant
             self._idle[name] = None
         return tenant
+
+    def _tag(self, tenant: _Tenant) -> float:
+        """Its tag; for one that is not in line, the tag at which it would join now."""
+        return tenant.tag if tenant.entry is not None else max(tenant.tag, self._virtual_time)
 
     def _line_up(self, tenant: _Tenant) -> None:
         """Put the tenant at its tag's place in the line, or take it out of the line."""

@@ -82,7 +82,7 @@ def make_policies(
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
     if adapters is not None:
-        admission = loaded = AdapterAdmission(admission, adapters, order)
+        admission = loaded = AdapterAdmission(admission, adapters, order, clock)
         listeners.append(loaded)
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
     budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)

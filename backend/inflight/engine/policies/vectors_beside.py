@@ -54,6 +54,9 @@ class VectorsBeside(EngineListener):
         mine, turn = own.ahead(request), own is (self._vectors if self._vectors_next else self._texts)
         return [*mine, *other.next_requests(len(mine) + (not turn))]
 
+    def goes_before(self, request: Request, other: Request) -> bool:
+        return False  # requests out of the queue have no order
+
     def position(self, request: Request, running: Sequence[Request]) -> int:
         return len(running)
 

@@ -17,6 +17,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.policies.adapter_admission import AdapterAdmission
 from inflight.engine.policies.base import NotYet
 from inflight.engine.policies.defaults import FcfsOrder
+from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
 
 
@@ -32,7 +33,7 @@ class Table:
 
     def start(self, ref: AdapterRef) -> None: ...
 
-    def outcome(self, ref: AdapterRef, begun: bool = False, request: Any = None) -> Outcome:
+    def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         return Outcome(begun or ref.name not in self.waiting)
 
     def hold(self, ref: AdapterRef) -> None:
@@ -95,8 +96,9 @@ def test_a_request_that_has_begun_holds_its_adapter_once_until_it_ends(table: Ta
 @pytest.mark.parametrize("answer", [True, False, NotYet("its grammar", 20.0)])
 def test_who_waits_for_something_else_waits_for_no_adapter(table: Table, answer: bool | NotYet) -> None:
     inner = SimpleNamespace(admits=lambda *args: answer)
-    request = SimpleNamespace(request_id=1, attached=Attached(adapter=AdapterRef("a", "id of a", "/nowhere", 4)))
-    admission = AdapterAdmission(inner, table, FcfsOrder())  # type: ignore[arg-type]
+    attached = Attached(adapter=AdapterRef("a", "id of a", "/nowhere", 4))
+    request = Request(1, [3], SamplingParams(), attached=attached)
+    admission = AdapterAdmission(inner, table, FcfsOrder(), lambda: 0.0)  # type: ignore[arg-type]
     assert admission.admits(request, [], [], None) is answer  # type: ignore[arg-type]
     assert table.forgotten == ([] if isinstance(answer, bool) else ["a"])
 
