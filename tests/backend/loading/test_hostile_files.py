@@ -152,7 +152,7 @@ def test_sizes_that_the_files_contradict(
 @pytest.mark.parametrize(
     ("family", "values", "message"),
     [
-        ("qwen3_moe", {"num_local_experts": 2**22}, r"says num_experts=4194304, and its files have \d+ numbers; download"),
+        ("qwen3_moe", {"num_local_experts": 2**22}, r"says num_experts=4194304, .* have \d+ numbers; download"),
         ("qwen3_moe", {"moe_intermediate_size": 2**22}, r"experts\.\w+ has shape \[.*\]: its files have \d+ numbers"),
         ("qwen3_moe", {"num_key_value_heads": 2**22}, r"[kv]_proj\.weight has shape \[.*\], not \[.*\]"),
         ("gpt2", {"n_positions": 2**26}, r"wpe\.weight has shape \[\d+, 32\], not \[67108864, 32\]"),
