@@ -235,9 +235,9 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _received_now(self) -> int:
-        """Grows as the client's machine takes bytes: those that it acknowledged or, unknown, those that do not wait.
+        """Grows as the client's machine takes bytes: the number that it acknowledged or, if unknown, minus those waiting.
 
-        What waits shrinks late and in large steps, and with TLS not before much has been read.
+        The transport's buffer shrinks late and in large steps, and with TLS not before much has been read.
         """
         if sys.platform == "linux":
             try:

@@ -300,7 +300,7 @@ async def test_little_that_is_read_is_noticed(start, made, tmp_path, tls):
     pieces = [*text("x" * 8_000_000, *["y" * 100_000] * 20, finish=None), asyncio.Event()]
     front = await start(lambda request: pieces, send_timeout=LONG, tls=tuple(files) if tls else None)
     client = await connected(front)
-    wire = client.dup()  # reads bytes as they come, which nobody decrypts
+    wire = client.dup()  # reads bytes as they come, without decrypting them
     if tls:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
