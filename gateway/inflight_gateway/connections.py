@@ -235,7 +235,7 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.abort()
 
     def _received_now(self) -> int:
-        """Grows as the client's machine takes bytes: the number that it acknowledged or, if unknown, minus those waiting.
+        """Grows as the client's machine takes bytes: the number acknowledged or, if unknown, minus those waiting.
 
         The transport's buffer shrinks late and in large steps, and with TLS not before much has been read.
         """
