@@ -30,7 +30,8 @@ def check_sizes(
 
     Raises:
         LoadError: the model has more layers than there are tensors, more experts than there are rows for them, or
-            more weights than the files can hold.
+            more weights than the files can hold.  Of sizes whose product `_estimate` does not know, such as the ranks
+            of latent attention, each must be suspicious by itself.
     """
     layers = _size(text_config, "num_hidden_layers")
     if layers > len(shapes):
