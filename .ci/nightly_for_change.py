@@ -17,6 +17,7 @@ MOST_ROOMS = 3  # a change that touches more is one for `make test-all`
 
 # For each room of the repository: the nightly tests that a change of it can break.
 ROOMS = {
+    ".ci/sanitize": ["tests/backend/kernels/test_cpu_sanitized.py"],
     "backend/inflight/adapters/": [
         "tests/backend/runner/test_adapters.py",
         "tests/e2e/test_adapters.py",

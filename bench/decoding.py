@@ -105,6 +105,7 @@ def main() -> None:
     with ExitStack() as stack:
         trees = {}
         if args.base:
+            args.base = paired.hash_of(args.base)
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="inflight-decoding-"))) / "base"
             paired.git("worktree", "add", "--detach", "--quiet", str(folder), args.base)
             stack.callback(paired.git, "worktree", "remove", "--force", str(folder))

@@ -303,6 +303,7 @@ async def main() -> None:
     args = common.options(
         __doc__, streams=[32], rounds=6, seconds=9.0, base=dict(help="an earlier commit, whose gateway takes its turns")
     )
+    args.base = paired.hash_of(args.base) if args.base else None
     with paired.checked_out(args.base) if args.base else contextlib.nullcontext() as base:
         trees = {"gateway": paired.ROOT} if base is None else {"gateway": paired.ROOT, args.base: base}
         with serving.served({"stream_interval": 1}, step_ms=30.0) as server:

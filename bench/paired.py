@@ -32,6 +32,11 @@ def git(*arguments: str) -> str:
     return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout
 
 
+def hash_of(commit: str) -> str:
+    """Short hash of a commit, whose name can mean another one tomorrow."""
+    return git("rev-parse", "--short=12", f"{commit}^{{commit}}").strip()
+
+
 @contextlib.contextmanager
 def checked_out(commit: str) -> Iterator[Path]:
     """A worktree of a commit."""
@@ -95,7 +100,7 @@ def main() -> None:
         name: re.compile(pattern, re.MULTILINE) for name, _, pattern in (entry.partition("=") for entry in args.figure)
     }
     commits = {
-        "base": git("rev-parse", "--short", args.base).strip(),
+        "base": hash_of(args.base),
         "new": git("rev-parse", "--short", "HEAD").strip(),
     }
     runs: dict[str, list[dict[str, list[float]]]] = {"base": [], "new": []}

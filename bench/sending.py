@@ -120,6 +120,7 @@ def main() -> None:
         base=dict(help="an earlier commit, with a response for each token"),
         base_streams=dict(type=int, help="streams of that commit; by default as many"),
     )
+    args.base = paired.hash_of(args.base) if args.base else None
     with paired.checked_out(args.base) if args.base else nullcontext() as base:
         sides = sides_of(args, base)
         arguments = {**vars(args), "sides": sides, "output": None}

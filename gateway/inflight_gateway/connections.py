@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
+import socket
+import sys
 from asyncio.events import TimerHandle
 from http import HTTPStatus
 from typing import Any, cast
@@ -25,6 +27,7 @@ _log = logging.getLogger("inflight_gateway")
 STATE = "connections"  # key of the `Connections` in the lifespan's state
 BODY_ARRIVED = "inflight_body_arrived"  # key of a request's scope, once all of its body has come
 IDLE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
+_BYTES_ACKED = slice(120, 128)  # of Linux's `struct tcp_info`: tcpi_bytes_acked
 _SPARE_DESCRIPTORS = 64  # for connections to Triton, logs and metrics
 _FULL = APIError(503, "this gateway has too many connections; try again later", code="connections_full", retry_after=1)
 
@@ -126,7 +129,7 @@ class ClientConnection(HttpToolsProtocol):
 
     _timer: TimerHandle | None = None
     _send_timer: TimerHandle | None = None  # while more waits for the client than may be added to
-    _unsent = 0
+    _received = 0
     _answers: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the one that came last
     _has_request = False
     _is_idle = False  # nothing has arrived since the last request
@@ -154,7 +157,8 @@ class ClientConnection(HttpToolsProtocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._disarm_send()
+        if self._has_request and not self.transport.is_closing():  # else nothing else looks at what still waits
+            self._disarm_send()
 
     def data_received(self, data: bytes) -> None:
         was_idle, self._is_idle = self._is_idle, False
@@ -165,6 +169,8 @@ class ClientConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._has_request = True
         self._disarm()
+        if not self.flow.write_paused:
+            self._disarm_send()
         self._registry.works(self)
         waiting = len(self.pipeline)
         super().on_headers_complete()
@@ -186,6 +192,8 @@ class ClientConnection(HttpToolsProtocol):
             self._has_request = False
             self._registry.waits(self)
             self._wait()
+        elif self.transport.is_closing():
+            self._watch_client()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP."""
@@ -211,18 +219,34 @@ class ClientConnection(HttpToolsProtocol):
         lines = [status, *(f"{name.lower()}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("ascii") + body)
         self.transport.close()
+        self._watch_client()
 
     def _watch_client(self) -> None:
         """Look again after `send_timeout`: a client that has read nothing by then would keep its request for ever."""
         self._disarm_send()
-        self._unsent = self.transport.get_write_buffer_size()
-        self._send_timer = self.loop.call_later(self._registry.send_timeout, self._look_at_client)
+        if self.transport.get_write_buffer_size():
+            self._received = self._received_now()
+            self._send_timer = self.loop.call_later(self._registry.send_timeout, self._look_at_client)
 
     def _look_at_client(self) -> None:
-        if self.transport.get_write_buffer_size() < self._unsent:
+        if self._received_now() > self._received or not self.transport.get_write_buffer_size():
             self._watch_client()
         else:
             self.transport.abort()
+
+    def _received_now(self) -> int:
+        """Grows as the client's machine takes bytes: the number acknowledged or, if unknown, minus those waiting.
+
+        The transport's buffer shrinks late and in large steps, and with TLS not before much has been read.
+        """
+        if sys.platform == "linux":
+            try:
+                info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 128)
+            except OSError:  # a Unix socket, or one that is closed
+                info = b""
+            if acknowledged := int.from_bytes(info[_BYTES_ACKED], sys.byteorder):
+                return acknowledged
+        return -self.transport.get_write_buffer_size()
 
     def _disarm_send(self) -> None:
         if self._send_timer is not None:
@@ -231,7 +255,17 @@ class ClientConnection(HttpToolsProtocol):
 
     def _wait(self) -> None:
         self._is_idle = True
-        self._arm(IDLE_SECONDS)
+        self._disarm()
+        self._timer = self.loop.call_later(IDLE_SECONDS, self._end_idle)
+
+    def _end_idle(self) -> None:
+        """A client that still reads its last answer is not idle."""
+        if not self.transport.get_write_buffer_size():
+            self.end()
+            return
+        self._wait()
+        if self._send_timer is None:
+            self._watch_client()
 
     def _arm(self, seconds: float) -> None:
         self._disarm()

@@ -49,7 +49,8 @@ class GatewayOptions:
         max_connections: maximum number of connections per process; a new one closes the one that has waited longest
             without a request, or is refused with 503 if all have requests.
         header_timeout: maximum seconds for the head of a request to arrive.
-        send_timeout: seconds after which a client that reads nothing of what waits for it loses its connection.
+        send_timeout: seconds after which a client that takes nothing of what the kernel's buffers do not hold loses its
+            connection.
         request_timeout: maximum seconds for a request; None: no limit.
         keep_alive_seconds: seconds without an event after which a stream sends a comment.
         strict: refuse unknown keys in request bodies instead of ignoring them with a warning.

@@ -27,6 +27,11 @@ def test_imports_come_from_the_tree(tree, capsys):
     ]
 
 
+def test_a_record_names_the_commit_and_not_what_it_was_called():
+    assert paired.hash_of("HEAD") == paired.git("rev-parse", "HEAD")[:12]
+    assert paired.hash_of(paired.hash_of("HEAD")) == paired.hash_of("HEAD")
+
+
 def test_a_figure_that_is_not_printed_ends_the_comparison(tree):
     with pytest.raises(SystemExit, match="prints nothing that matches the figure 'ms'"):
         paired.run(tree, ["script.py"], {"ms": re.compile(r"([\d.]+) ms")})

@@ -70,9 +70,12 @@ async def end(server: uvicorn.Server) -> None:
 
 @contextlib.asynccontextmanager
 async def running(
-    client: ScriptedClient, replicas: Mapping[str, ScriptedClient] = MappingProxyType({}), **options: Any
+    client: ScriptedClient,
+    replicas: Mapping[str, ScriptedClient] = MappingProxyType({}),
+    tls: tuple[str, str] | None = None,
+    **options: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """`replicas`: clients of addresses other than `client`."""
+    """`replicas`: clients of addresses other than `client`.  `tls`: files of a key and a certificate."""
     chosen = GatewayOptions(**options)
     upstream = Upstream(chosen, client)
     gateway = Gateway(chosen, upstream, Replicas(chosen, upstream, lambda address: replicas.get(address, client)))
@@ -84,6 +87,8 @@ async def running(
         lifespan="on",
         timeout_graceful_shutdown=1,
         timeout_keep_alive=IDLE_SECONDS,
+        ssl_keyfile=tls and tls[0],
+        ssl_certfile=tls and tls[1],
     )
     config.load()
     server = uvicorn.Server(config)

@@ -111,7 +111,10 @@ def gateway(
     max_connections: Annotated[int, typer.Option(min=1, help="Connections at the same time, per process.")] = 4096,
     header_timeout: Annotated[float, typer.Option(help="Seconds for the head of a request to arrive.")] = 20.0,
     send_timeout: Annotated[
-        float, typer.Option(help="Seconds after which a client that reads nothing of its answer loses its connection.")
+        float,
+        typer.Option(
+            help="Seconds after which a client that takes nothing of what waits beyond the kernel's buffers is cut off."
+        ),
     ] = 60.0,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Size of a request body.")] = 16 * 1024 * 1024,
     max_bodies_bytes: Annotated[

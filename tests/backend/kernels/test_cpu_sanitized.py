@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
+from inflight.kernels.cpu.library import library
+
 ROOT = Path(__file__).parents[3]
+
+
+@pytest.mark.skipif("libasan" not in os.environ.get("LD_PRELOAD", ""), reason="only .ci/sanitize preloads libasan")
+def test_the_library_that_tests_load_is_instrumented() -> None:
+    content = Path(library()._name).read_bytes()
+    assert b"__asan_init" in content and b"__ubsan_handle" in content
 
 
 @pytest.mark.nightly
@@ -21,4 +30,4 @@ def test_nothing_is_read_or_written_beyond_its_bounds() -> None:
     if "install it" in found.stderr:
         pytest.skip(found.stderr.strip())
     assert found.returncode == 0, found.stdout[-3000:] + found.stderr[-6000:]
-    assert " passed" in found.stdout
+    assert " passed" in found.stdout and "test_cpu_sanitized" not in found.stdout, "skipped: nothing was instrumented"

@@ -21,7 +21,7 @@ from integer_checkpoints import write
 from safetensors.torch import load_file, save_file
 
 from inflight.config import EngineConfig
-from inflight.loading.checkpoint import weights
+from inflight.loading.checkpoint import plausible, weights
 from inflight.loading.checkpoint.checkpoint_config import read_config
 from inflight.loading.checkpoint.gguf_format import checked_blocks
 from inflight.loading.checkpoint.weights import check_weights_fit
@@ -147,6 +147,44 @@ def test_sizes_that_the_files_contradict(
     with pytest.raises(LoadError, match=rf"\(llama\) cannot be loaded: .*{message}") as caught:
         check(copied(path, folder, **values))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "values", "message"),
+    [
+        ("qwen3_moe", {"num_local_experts": 2**22}, r"says num_experts=4194304, .* have \d+ numbers; download"),
+        ("qwen3_moe", {"moe_intermediate_size": 2**22}, r"experts\.\w+ has shape \[.*\]: its files have \d+ numbers"),
+        ("qwen3_moe", {"num_key_value_heads": 2**22}, r"[kv]_proj\.weight has shape \[.*\], not \[.*\]"),
+        ("gpt2", {"n_positions": 2**26}, r"wpe\.weight has shape \[\d+, 32\], not \[67108864, 32\]"),
+        ("gpt2", {"n_inner": 2**26}, r"c_(fc|proj)\.weight has shape \[.*\], not \[.*67108864.*\]"),
+        ("gpt2", {"vocab_size": 2**26}, r"wte\.weight has shape \[\d+, 32\], not \[67108864, 32\]"),
+    ],
+)
+@pytest.mark.parametrize("has_prefix", [True, False])
+def test_sizes_of_other_names_that_the_files_contradict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, values: dict[str, int], message: str, has_prefix: bool
+) -> None:
+    """Whether experts are stored one by one or together, and names with the prefix of the base model or without."""
+    path = Path(make_checkpoint(family, tmp_path))
+    if not has_prefix:
+        tensors = load_file(path / "model.safetensors")
+        bare = {name.removeprefix("transformer.").removeprefix("model."): tensor for name, tensor in tensors.items()}
+        save_file(bare, path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(weights, "available_memory", lambda device: 2**50)
+    check(str(path))
+    folder = tmp_path / "other"
+    folder.mkdir()
+    with pytest.raises(LoadError, match=rf"\({family}\) cannot be loaded: .*{message}"):
+        check(copied(str(path), folder, **values))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma2"])
+def test_a_sound_checkpoint_is_not_refused_however_suspicious(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    """Numbers that are no sizes of weights can be any: here all models are made, without memory, and compared."""
+    monkeypatch.setattr(plausible, "_estimate", lambda text_config: 2**80)
+    check(make_checkpoint(family, tmp_path))
 
 
 def test_sizes_are_compared_only_if_all_files_are_here(tmp_path: Path) -> None:
