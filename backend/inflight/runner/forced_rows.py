@@ -6,7 +6,7 @@ only.  Log probabilities are of logits: a row that wants them keeps all of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,16 +60,17 @@ class ForcedRows:
         self._state = state
         self._of_slot: dict[int, Grammar] = {}
 
-    def fill_rows(self, rows: Sequence[NewRow]) -> None:
-        """Take the grammars of rows that enter, behind the logits rules."""
-        for row in rows:
+    def fill_rows(self, rows: Sequence[NewRow], faulty: Container[int] = ()) -> None:
+        """Take the grammars of rows that enter, behind the logits rules.
+
+        Args:
+            faulty: places in `rows` whose parameters a rule could not take: they fail, whatever tokens they get.
+        """
+        for place, row in enumerate(rows):
             self._of_slot.pop(row.slot, None)
-            if row.params.grammar is None or row.params.logprobs is not None or self._grammars is None:
-                continue
-            try:
-                self._of_slot[row.slot] = self._grammars.walk((row.request_id, row.index), row.params.grammar)
-            except ValueError:
-                continue  # the rule found it first, and the row fails
+            spec = row.params.grammar
+            if spec is not None and row.params.logprobs is None and self._grammars is not None and place not in faulty:
+                self._of_slot[row.slot] = self._grammars.walk((row.request_id, row.index), spec)
 
     def split(self, out: SchedulerOutput, inputs: StepInputs) -> tuple[StepInputs, ForcedTokens]:
         """The inputs without logits for tokens that are known, and these; call `fill_rows` first.
