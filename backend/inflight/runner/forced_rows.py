@@ -82,7 +82,7 @@ class ForcedRows:
         if not self._of_slot:
             return inputs, forced
         kept = np.ones(len(inputs.row_of_logits), dtype=bool)
-        drafts_left, samples = dict(out.draft_token_ids), list(out.samples)
+        drafts_left = dict(out.draft_token_ids)
         for row, slot in enumerate(out.slots):
             grammar = self._of_slot.get(slot)
             if grammar is None or not out.samples[row]:
@@ -99,13 +99,13 @@ class ForcedRows:
             drafts_left.pop(row, None)
             if tokens != drafts[:count]:  # nothing counts behind them
                 self._state.token_ids[slot, start + count - 1] = tokens[-1]
-                samples[row], count = False, len(drafts) + 1
+                count = len(drafts) + 1
             elif count < len(drafts):
                 drafts_left[row] = drafts[count:]
             kept[first : first + count] = False
         if not forced.tokens:
             return inputs, forced
-        forced.out = msgspec.structs.replace(out, samples=samples, draft_token_ids=drafts_left)
+        forced.out = msgspec.structs.replace(out, draft_token_ids=drafts_left)
         rows, indices = inputs.row_of_logits[kept], inputs.logits_indices[kept]
         places = inputs.slot_of_token, inputs.position_of_token
         return StepInputs(*places, rows, indices, inputs.positions, inputs.metadata), forced
