@@ -6,5 +6,5 @@ __all__ = ["is_panic"]
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether it is what PyO3 raises for a panic, which is no `Exception` and of a module without a file."""
+    """Whether PyO3 raised it for a panic: it is no `Exception`, and of a module without a file."""
     return type(error).__module__ == "pyo3_runtime"

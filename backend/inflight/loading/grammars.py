@@ -56,7 +56,7 @@ def _state(path: Path) -> _State | None:
 
 
 def _local_file(config: EngineConfig) -> Path | None:
-    """What `_tokenizer_file` returns if the hub has nothing newer, which is not asked; None if it is not here.
+    """The same as `_tokenizer_file` while the hub, which is not asked, has nothing newer; None if it is not here.
 
     A GGUF file that is replaced, or another snapshot of a repository, has another one.
     """

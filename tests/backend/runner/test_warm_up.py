@@ -1,4 +1,4 @@
-"""What a spare process does for its forks, and on which cores; it opens no device."""
+"""A spare process works for its forks, reads vocabularies on idle cores, and opens no device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONFIG = EngineConfig.from_dict({"model": "m", "speculative_config": {"model": "
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """What `heat` has left to do."""
+    """The work that `heat` has left."""
     found: list[Callable[[], object]] = []
     monkeypatch.setattr(startup, "_later", found)
     return found

@@ -166,8 +166,7 @@ def _watch(descriptor: int) -> io.FileIO | None:
     """Readable as soon as the file is written or cut by any process of this machine, also in forks of this one.
 
     A tool can set a modification time again; a change time is another after each use, and after a removal.
-    What another process writes through a mapping of its own raises no event: its modification time tells, as long as
-    nobody sets it.
+    A write through another process's mapping raises no event: the modification time tells, unless a tool sets it again.
 
     Returns:
         None where the system has no more of these; then size and modification time tell.
