@@ -244,9 +244,9 @@ def _answer_of(ask: Ask, value: Callable[[], Any]) -> Answer:
 
 def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
-    from inflight.runner.warm_up import warm_up, warm_up_further
+    from inflight.runner.warm_up import draft_to_heat, warm_up, warm_up_further
 
-    newly_kept = NewlyKept(config)
+    newly_kept = NewlyKept(config, lambda: draft_to_heat(config))
 
     def prepare() -> None:
         warm_up(config, idle, _run_a_token)

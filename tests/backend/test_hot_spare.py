@@ -150,16 +150,27 @@ def test_a_draft_model_is_mapped_and_tried_by_the_spare_too(
 
 
 @pytest.mark.nightly  # imports transformers; test_engine_launcher.py shows what follows
-def test_a_spare_that_was_made_before_weights_were_kept_says_that_it_is_outdated(place: Place) -> None:
-    elsewhere = place.file.rename(place.file.with_suffix(".elsewhere"))
-    config = EngineConfig.from_dict({"model": place.checkpoint, **OPTIONS})
-    spare = ForkServerProcess(encode(config), COMMAND, ENV, idle=False)
+@pytest.mark.parametrize("of_draft", [False, True])
+def test_a_spare_that_was_made_before_weights_were_kept_says_that_it_is_outdated(
+    options: dict[str, Any], tmp_path: Path, of_draft: bool
+) -> None:
+    """Of the model, or of the model that drafts for it."""
+    folder = tmp_path / "cache" / "weights"
+    (file,) = folder.glob("*.iw")
+    if of_draft:
+        draft = make_checkpoint("llama", tmp_path / "draft", intermediate_size=64)
+        options["speculative_config"] = {"model": draft, "kv_cache_memory": "8MiB"}
+        make_runner(EngineConfig.from_dict(options))
+        wait_until_kept()
+        (file,) = {*folder.glob("*.iw")} - {file}
+    elsewhere = file.rename(file.with_suffix(".elsewhere"))
+    spare = ForkServerProcess(encode(EngineConfig.from_dict(options)), COMMAND, ENV, idle=False)
     try:
-        Worker(spare, model=place.checkpoint, **{**OPTIONS, "max_model_len": 4096}).close()  # once its imports are done
+        Worker(spare, **{**options, "max_model_len": 4096}).close()  # once its imports are done
         assert spare.is_ready
         assert not spare.is_outdated
-        elsewhere.rename(place.file)
-        spare._socket.setblocking(True)
+        elsewhere.rename(file)
+        spare._socket.settimeout(60)
         assert spare._socket.recv(1) == b"o"
     finally:
         spare.stop()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typing
 from pathlib import Path
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -41,7 +42,7 @@ from inflight.engine.messages import (
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step_trace import Trace
 from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
-from inflight.worker import _HANDLERS, _LATE_HANDLERS, Engine, _add, _answer_of, serve
+from inflight.worker import _HANDLERS, _IDLE_BEAT_SECONDS, _LATE_HANDLERS, Engine, _add, _answer_of, serve
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
 
@@ -241,6 +242,22 @@ def test_while_all_requests_are_held_the_frontend_hears_nothing():
     serve(Engine(core, None), Frontends(core.live_ids, READY), inbox, Heartbeat(Heartbeat.create(8), 8))
     assert sent[0] == READY
     assert [len(message.deltas) for message in sent[1:]] == [1, 1, 1]
+
+
+def test_an_engine_that_is_idle_warms_up_its_grammars():
+    warmed: list[str] = []
+    core = make_core(Info(grammars=SimpleNamespace(warm_up=lambda: warmed.append("a vocabulary"))))
+    timeouts: list[float] = []
+
+    class Inbox(SimpleQueue):
+        def get(self, timeout: float) -> Any:
+            timeouts.append(timeout)
+            if len(timeouts) == 1:
+                raise Empty
+            return None, Shutdown()
+
+    serve(Engine(core, None), Frontends(core.live_ids, READY), Inbox(), Heartbeat(Heartbeat.create(8), 8))
+    assert (warmed, timeouts) == (["a vocabulary"], [_IDLE_BEAT_SECONDS] * 2)
 
 
 def test_a_request_that_cannot_be_queued_ends_alone(monkeypatch):

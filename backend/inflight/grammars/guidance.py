@@ -193,7 +193,7 @@ class GuidanceGrammars:
             if matcher.is_error():
                 return shown(matcher.get_error())
             return self._refused(matcher.deep_copy()) or matcher
-        except Exception as error:
+        except BaseException as error:  # a panic, too; no signal handler runs in this thread
             return shown(str(error))
 
     def _refused(self, first: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from inflight.config import EngineConfig
 from inflight.grammars.base import Grammars
 from inflight.grammars.guidance import GuidanceGrammars
-from inflight.hub import CheckpointFileError, checkpoint_file
+from inflight.hub import CheckpointFileError, checkpoint_file, snapshot
 
 __all__ = ["checkpoint_grammars", "share_grammars"]
 
@@ -21,22 +21,22 @@ _shared: dict[_Key, tuple[Path, _State, GuidanceGrammars]] = {}  # read in this 
 def checkpoint_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> Grammars:
     """The tokenizer is read when the first grammar or a warm-up asks for it, unless the parent process has done it."""
     shared = _shared.get(_key(config, vocab_size, eos_token_ids))
-    if shared is not None and _state(shared[0]) == shared[1]:
+    if shared is not None and shared[0] == _local_file(config) and shared[1] == _state(shared[0]):
         return shared[2]
     return GuidanceGrammars(lambda: _tokenizer_json(config), vocab_size, eos_token_ids)
 
 
 def share_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
-    """Read the tokenizer for the forks of this process.  Leaves no thread.
+    """Read the tokenizer for the forks of this process, if its file is on this machine.  Leaves no thread.
 
     Raises:
         ValueError: there can be no grammars; says why.
     """
-    path = _tokenizer_file(config)
+    path = _local_file(config)
     if path is None:
         return
     state = _state(path)
-    grammars = GuidanceGrammars(lambda: _tokenizer_json(config), vocab_size, eos_token_ids)
+    grammars = GuidanceGrammars(lambda: path.read_text(encoding="utf-8"), vocab_size, eos_token_ids)
     grammars.load()
     if state is not None and state == _state(path):
         _shared[_key(config, vocab_size, eos_token_ids)] = path, state, grammars
@@ -53,6 +53,19 @@ def _state(path: Path) -> _State | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _local_file(config: EngineConfig) -> Path | None:
+    """The same as `_tokenizer_file` while the hub, which is not asked, has nothing newer; None if it is not here.
+
+    A GGUF file that is replaced, or another snapshot of a repository, has another one.
+    """
+    try:
+        folder = snapshot(config.tokenizer_source, config.tokenizer_source_revision)
+    except CheckpointFileError:
+        return None
+    path = None if folder is None else folder / "tokenizer.json"
+    return path if path is not None and path.is_file() else None
 
 
 def _tokenizer_file(config: EngineConfig) -> Path | None:

@@ -38,7 +38,7 @@ from inflight.loading.saved.mapped_file import Damaged, MappedFile
 from inflight.loading.saved.prefetch import prefetched
 from inflight.loading.saved.saved_model import content_of, model_of
 
-__all__ = ["REUSED", "heat", "heat_further", "is_kept", "load_or_reuse", "place_of", "wait_until_kept"]
+__all__ = ["REUSED", "heat", "heat_further", "is_kept", "load_or_reuse", "may_heat", "place_of", "wait_until_kept"]
 
 REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
@@ -87,6 +87,11 @@ def is_kept(config: EngineConfig) -> bool:
     return any(name.startswith(key) for name in names)
 
 
+def may_heat(config: EngineConfig) -> bool:
+    """Whether the engine's device can be asked for before a fork, which must find none that is open."""
+    return config.device == "cpu" or (config.device == "auto" and not torch.backends.cuda.is_built())
+
+
 def heat(config: EngineConfig, grammars: bool = True) -> bool:
     """Map the weights that are kept of this checkpoint, verify and try them, for forks of this process.
 
@@ -98,8 +103,8 @@ def heat(config: EngineConfig, grammars: bool = True) -> bool:
     Returns:
         Whether forks need nothing but their KV pool.
     """
-    if config.device not in ("cpu", "auto") or (config.device == "auto" and torch.backends.cuda.is_built()):
-        return False  # a fork must find no open device
+    if not may_heat(config):
+        return False
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -120,7 +125,7 @@ def heat(config: EngineConfig, grammars: bool = True) -> bool:
 def heat_further() -> None:
     """Read the vocabulary of grammars for forks of this process, too: work that the first one is not to wait for."""
     while _later:
-        with contextlib.suppress(Exception):  # no grammars: a request that has one is told
+        with contextlib.suppress(BaseException):  # a panic, too.  No grammars: a request that has one is told
             _later.pop()()
 
 

@@ -81,7 +81,6 @@ class BaseRunner:
         self.prompt_logprobs.fill_rows(out)
         self.pooling.fill_rows(out)
         self.faults.fill_rows(out.new_rows)
-        self.forced.fill_rows(out.new_rows)
 
     def forget_steps(self) -> None:
         """Wait for the device, and forget the steps that were launched and not collected.

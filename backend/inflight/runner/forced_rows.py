@@ -6,7 +6,7 @@ only.  Log probabilities are of logits: a row that wants them keeps all of its o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -60,16 +60,17 @@ class ForcedRows:
         self._state = state
         self._of_slot: dict[int, Grammar] = {}
 
-    def fill_rows(self, rows: Sequence[NewRow]) -> None:
-        """Take the grammars of rows that enter, behind the logits rules."""
-        for row in rows:
+    def fill_rows(self, rows: Sequence[NewRow], faulty: Container[int] = ()) -> None:
+        """Take the grammars of rows that enter, behind the logits rules.
+
+        Args:
+            faulty: places in `rows` whose parameters a rule could not take: they fail, whatever tokens they get.
+        """
+        for place, row in enumerate(rows):
             self._of_slot.pop(row.slot, None)
-            if row.params.grammar is None or row.params.logprobs is not None or self._grammars is None:
-                continue
-            try:
-                self._of_slot[row.slot] = self._grammars.walk((row.request_id, row.index), row.params.grammar)
-            except ValueError:
-                continue  # the rule found it first, and the row fails
+            spec = row.params.grammar
+            if spec is not None and row.params.logprobs is None and self._grammars is not None and place not in faulty:
+                self._of_slot[row.slot] = self._grammars.walk((row.request_id, row.index), spec)
 
     def split(self, out: SchedulerOutput, inputs: StepInputs) -> tuple[StepInputs, ForcedTokens]:
         """The inputs without logits for tokens that are known, and these; call `fill_rows` first.
@@ -81,7 +82,7 @@ class ForcedRows:
         if not self._of_slot:
             return inputs, forced
         kept = np.ones(len(inputs.row_of_logits), dtype=bool)
-        drafts_left, samples = dict(out.draft_token_ids), list(out.samples)
+        drafts_left = dict(out.draft_token_ids)
         for row, slot in enumerate(out.slots):
             grammar = self._of_slot.get(slot)
             if grammar is None or not out.samples[row]:
@@ -98,13 +99,13 @@ class ForcedRows:
             drafts_left.pop(row, None)
             if tokens != drafts[:count]:  # nothing counts behind them
                 self._state.token_ids[slot, start + count - 1] = tokens[-1]
-                samples[row], count = False, len(drafts) + 1
+                count = len(drafts) + 1
             elif count < len(drafts):
                 drafts_left[row] = drafts[count:]
             kept[first : first + count] = False
         if not forced.tokens:
             return inputs, forced
-        forced.out = msgspec.structs.replace(out, samples=samples, draft_token_ids=drafts_left)
+        forced.out = msgspec.structs.replace(out, draft_token_ids=drafts_left)
         rows, indices = inputs.row_of_logits[kept], inputs.logits_indices[kept]
         places = inputs.slot_of_token, inputs.position_of_token
         return StepInputs(*places, rows, indices, inputs.positions, inputs.metadata), forced

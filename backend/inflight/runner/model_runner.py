@@ -65,6 +65,7 @@ class ModelRunner(BaseRunner):
         if self.host_cache is not None:
             self.host_cache.swap(out)
         self.fill_rows(out)
+        self.forced.fill_rows(out.new_rows, self.faults.of([row.slot for row in out.new_rows]))
         inputs, failure = prepared
         step = None
         if inputs is not None:

@@ -17,6 +17,7 @@ from inflight.device.batch_state import StepInputs
 from inflight.device.memory import out_of_memory
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import NewRow, SchedulerOutput, StepOutput
+from inflight.panics import is_panic
 from inflight.sampling import SamplingTable
 
 __all__ = ["RowFaults", "fail_rows", "run_without_faulty_rows"]
@@ -29,8 +30,7 @@ _OF_THE_DEVICE = ("CUDA error", "CUDNN_STATUS", "CUBLAS_STATUS")  # after one of
 def _is_of_a_row(error: BaseException) -> bool:
     """Whether one request can be the cause: of a Rust panic, which is no Exception, but of no interrupt or timeout that
     a signal handler raises."""
-    is_panic = type(error).__module__ == "pyo3_runtime"
-    if isinstance(error, TimeoutError) or not (isinstance(error, Exception) or is_panic):
+    if isinstance(error, TimeoutError) or not (isinstance(error, Exception) or is_panic(error)):
         return False
     return not any(text in str(error) for text in _OF_THE_DEVICE)
 

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.device.deferred_torch import import_torch
 from inflight.loading.saved.prefetch import prefetch
 
-__all__ = ["warm_up", "warm_up_further"]
+__all__ = ["draft_to_heat", "warm_up", "warm_up_further"]
 
 
 def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
@@ -23,32 +23,51 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
     loading reports them.
 
     Args:
-        idle: on idle cores only.  In a thread of its own, since a process cannot raise its priority again.
+        idle: on idle cores only.
         run: runs a model that is kept, once, on the threads that its options say.
     """
-    thread = threading.Thread(target=_warm_up, args=(config, idle, run), name="warm-up")
+    _in_a_thread(lambda: _warm_up(config, run), idle)
+
+
+def warm_up_further() -> None:
+    """Do the rest, which the first fork was not to wait for; once, and on idle cores only: an engine runs by now."""
+    from inflight.loading.startup import heat_further
+
+    _in_a_thread(heat_further, idle=True)
+
+
+def draft_to_heat(config: EngineConfig) -> EngineConfig | None:
+    """The options that the draft model of `config` is loaded with, if a spare can map it.  Touches no device."""
+    from inflight.loading.startup import may_heat
+    from inflight.runner.draft_runner import draft_config
+
+    with contextlib.suppress(Exception):  # loading reports it
+        return draft_config(config) if may_heat(config) else None
+    return None
+
+
+def _in_a_thread(work: Callable[[], object], idle: bool) -> None:
+    """Do it in a thread, which has ended when this returns: a process cannot raise its own priority again."""
+
+    def begin() -> None:
+        if idle:  # not a nice level: a serving engine's threads wait for each other; only an idle one gives way at once
+            with contextlib.suppress(OSError):  # a sandbox may not have it
+                os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+        work()
+
+    thread = threading.Thread(target=begin, name="warm-up")
     thread.start()
     thread.join()
 
 
-def warm_up_further() -> None:
-    """Do the rest, which the first fork was not to wait for; once."""
-    from inflight.loading.startup import heat_further
-
-    heat_further()
-
-
-def _warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
-    if idle:  # not a nice level: a serving engine's threads wait for each other, and only an idle one gives way at once
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_IDLE, os.sched_param(0))
+def _warm_up(config: EngineConfig, run: Callable[[EngineConfig], object]) -> None:
     prefetch(config)  # a thread inherits the class of the one that starts it
     import_torch()
     from inflight.loading.startup import heat, is_kept
-    from inflight.runner.draft_runner import draft_config
 
     with contextlib.suppress(Exception):
         kept = is_kept(config)
-        draft = draft_config(config) if kept else None
+        draft = draft_to_heat(config) if kept else None
         kept = kept and (draft is None or is_kept(draft))
         if heat(config) and (draft is None or heat(draft, grammars=False)):
             # Threads of a product would be missing in a fork, which believes that they wait for it.

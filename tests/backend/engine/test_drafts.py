@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from drafters import HashDrafter
 from engine_rig import Info, add, collect, expected_output, make_core, run_until_idle
+from panics import Panic
 
 from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.integrity import check_core
@@ -148,8 +149,9 @@ def test_no_draft_reaches_past_the_end_of_its_request(max_tokens):
     assert not core.has_work
 
 
+@pytest.mark.parametrize("error", [IndexError, Panic])
 @pytest.mark.parametrize("method", ["propose", "observe"])
-def test_a_drafter_that_raises_affects_no_request(method, monkeypatch, caplog):
+def test_a_drafter_that_raises_affects_no_request(method, error, monkeypatch, caplog):
     core = drafted("right")
     params = {number: add(core, number, [1, 2, number], max_tokens=20, ignore_eos=True) for number in (3, 4)}
     drafter = core.scheduler.policies.drafter
@@ -158,7 +160,7 @@ def test_a_drafter_that_raises_affects_no_request(method, monkeypatch, caplog):
 
     def failing(request, *args):
         if request.request_id == 4:
-            raise IndexError("no such suffix")
+            raise error("no such suffix")
         return works(request, *args)
 
     monkeypatch.setattr(drafter, method, failing)

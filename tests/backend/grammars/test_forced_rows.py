@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from offline import make_core
+from offline import make_core, make_device_core
+from panics import Panic
 from tokenizers import Tokenizer
 
 from inflight.device.batch_state import BatchState, StepInputs
@@ -116,6 +117,27 @@ def test_a_step_that_raises_is_split_again(
     monkeypatch.setattr(table, "select", failing)
     assert Answers(core, tokenizer).run(requests) == expected
     assert len(raised) > 9
+
+
+@pytest.mark.parametrize("make", [make_core, make_device_core])
+@pytest.mark.parametrize("error", [ValueError, Panic])
+def test_a_request_whose_grammar_raises_when_it_enters_fails_alone(
+    checkpoint: str, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, make: Any, error: type[BaseException]
+) -> None:
+    core = make(checkpoint)
+    grammars, bad = core.info.grammars, GrammarSpec("choice", json.dumps(["x"]))
+    new = grammars.new
+
+    def failing(spec: GrammarSpec) -> Any:
+        if spec == bad:
+            raise error("no copy of it")
+        return new(spec)
+
+    monkeypatch.setattr(grammars, "new", failing)
+    answers = Answers(core, tokenizer)
+    found, failed = answers.run([([5], grammar_params(spec, 1)) for spec in (WHOLE, bad, WHOLE)])
+    assert [(failure.request_id, error.__name__ in failure.message) for failure in failed] == [(1, True)]
+    assert {key: answers.text(ids) for key, (ids, _) in found.items()} == {(0, 0): TEXTS[2], (2, 0): TEXTS[2]}
 
 
 def test_rows_without_a_usable_token_fail_behind_what_is_forced(

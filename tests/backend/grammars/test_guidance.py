@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from panics import Panic
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from inflight.grammars import guidance
@@ -434,6 +435,15 @@ def test_other_tokenizers_are_refused_by_name(made: Tokenizer, named: str) -> No
 
 def test_a_checkpoint_without_an_end_of_sequence_token_has_no_grammars() -> None:
     assert "end-of-sequence" in outcome(GuidanceGrammars(DEMO.read_text, VOCAB, []), DIGITS)
+
+
+@pytest.mark.parametrize("error", [KeyError, Panic])
+def test_a_vocabulary_whose_reading_fails_refuses_its_requests(error: type[BaseException]) -> None:
+    def read() -> str:
+        raise error("no such merge")
+
+    grammars = GuidanceGrammars(read, VOCAB, [EOS])
+    assert [outcome(grammars, spec) for spec in (DIGITS, SCHEMA)] == [str(error("no such merge"))] * 2
 
 
 def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:

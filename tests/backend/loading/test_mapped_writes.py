@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from inflight.config import EngineConfig
 from inflight.loading.saved import mapped_file, weights_file
+from inflight.loading.saved import prefetch as prefetch_module
 from inflight.loading.saved.cache_folder import CacheFolder
 from inflight.loading.saved.mapped_file import MappedFile
+from inflight.loading.saved.prefetch import prefetch, prefetched
 
 
 @pytest.fixture
@@ -81,6 +86,52 @@ def test_use_and_removal_are_no_writes(folder: CacheFolder) -> None:
     assert changed_here_and_in_a_fork(file) == {False}
     folder.drop("b.iw")
     assert changed_here_and_in_a_fork(file) == {False}
+
+
+def test_a_process_with_thousands_of_open_files_can_ask(folder: CacheFolder) -> None:
+    """`select` takes descriptors below 1024 only."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 1600:
+        pytest.skip("the system allows no more open files")
+    file = mapped(folder)
+    assert file._writes is not None
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 1600), hard))
+    try:
+        os.dup2(file._writes.fileno(), 1500)
+        file._writes = io.FileIO(1500)
+        assert changed_here_and_in_a_fork(file) == {False}
+        _rewrite_with_the_same(folder.path / "a.iw")
+        assert changed_here_and_in_a_fork(file) == {True}
+        file._writes.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_watch_that_the_system_refuses_is_none(folder: CacheFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mapped_file, "_IN_MODIFY", 0)  # an invalid argument
+    assert mapped(folder)._writes is None
+
+
+def test_a_file_that_was_mapped_ahead_waits_for_the_load_that_asks_for_it(
+    folder: CacheFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft model that is loaded first does not discard its target's; one of another program is discarded."""
+    tensors = [torch.arange(3000)]
+    for key in ("target-old", "target-new"):
+        size = weights_file.size_of(tensors)
+        assert folder.write(
+            f"{key}.iw", size, lambda descriptor, key=key: weights_file.write(descriptor, key, {}, tensors)
+        )
+    monkeypatch.setattr(prefetch_module, "cache_folder", lambda: folder)
+    monkeypatch.setattr(prefetch_module, "checkpoint_key", lambda *_: "target")
+    config = EngineConfig(model="m")
+    prefetch(config)
+    assert prefetched("draft-new") is None
+    found = prefetched("target-new")
+    assert found is not None and found.header.key == "target-new"
+    assert prefetched("target-new") is None
+    prefetch(config)
+    assert prefetched("target-newer") is None and not prefetch_module._files
 
 
 def test_where_nothing_can_be_watched_the_modification_time_tells(

@@ -24,7 +24,7 @@ from inflight.device import deferred_torch
 from inflight.kernels.cpu import library
 from inflight.kernels.cpu.cpu_linear import PackedWeight
 from inflight.kernels.cpu.stored_codes import StoredCodes
-from inflight.loading import startup
+from inflight.loading import grammars, startup
 from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.draft_length import agreed_length
@@ -260,6 +260,49 @@ print(repr(compiles()))
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout.splitlines() == ["1 []", "''", "''", "True", "''"], done.stderr
+
+
+def test_forks_of_a_gguf_file_that_was_replaced_read_its_own_vocabulary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that the first one was unpacked to is there still."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(grammars, "_shared", {})
+    plain = make_checkpoint("llama", tmp_path / "plain", **_OF_BLOCKS, eos_token_id=2)
+    file, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    for each in (file, other):
+        gguf_files.as_gguf(plain, each)
+    facts = config(str(file)), VOCAB, [2]
+    grammars.share_grammars(*facts)
+    shared = grammars.checkpoint_grammars(*facts)
+    assert grammars.checkpoint_grammars(*facts) is shared
+    os.replace(other, file)
+    assert grammars.checkpoint_grammars(*facts) is not shared
+    grammars.share_grammars(*facts)
+    assert grammars.checkpoint_grammars(*facts) is grammars.checkpoint_grammars(*facts) is not shared
+
+
+def test_forks_of_another_snapshot_read_its_own_vocabulary_and_the_hub_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local: list[Path | None] = [None]
+    monkeypatch.setattr(grammars, "_shared", {})
+    monkeypatch.setattr(grammars, "snapshot", lambda source, revision: local[0])
+    monkeypatch.setattr(grammars, "checkpoint_file", None)
+    facts = config("some/repository"), VOCAB, [2]
+    grammars.share_grammars(*facts)
+    assert not grammars._shared
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    shutil.copy(DEMO, tmp_path / "old")
+    local[0] = tmp_path / "old"
+    grammars.share_grammars(*facts)
+    shared = grammars.checkpoint_grammars(*facts)
+    assert grammars.checkpoint_grammars(*facts) is shared
+    local[0] = tmp_path / "new"  # whose tokenizer is not here yet
+    assert grammars.checkpoint_grammars(*facts) is not shared
+    shutil.copy(DEMO, tmp_path / "new")
+    assert grammars.checkpoint_grammars(*facts) is not shared
 
 
 def test_kept_weights_know_where_adapters_belong(llama: str, cache: Path, caplog: Log) -> None:

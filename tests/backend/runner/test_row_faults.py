@@ -12,6 +12,7 @@ from checkpoints import greedy_reference, make_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offline import make_core, make_device_core
+from panics import Panic
 from sampling_tables import new_table
 
 from inflight.engine.core import EngineCore
@@ -25,13 +26,6 @@ from inflight.sampling.rules import RULES, RowBatch
 
 BAD = 77  # the seed of a request that makes a rule raise
 SAYS = "internal error in a step of this request: "
-
-
-class Panic(BaseException):
-    """As PyO3 raises for a panic in Rust: no Exception, of a module without a file."""
-
-
-Panic.__module__ = "pyo3_runtime"
 
 
 class FaultyRule:

@@ -119,7 +119,7 @@ class MappedFile:
 
     def is_of(self, descriptor: int) -> bool:
         """Whether the descriptor is of this file, as it was when it was mapped."""
-        return _state(descriptor) == self._state and not (self._writes and select.select([self._writes], [], [], 0)[0])
+        return _state(descriptor) == self._state and not (self._writes and _is_readable(self._writes))
 
 
 def read_header(descriptor: int, key: str | None = None) -> Header:
@@ -156,10 +156,17 @@ def _state(descriptor: int) -> tuple[int, int, int, int]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
+def _is_readable(file: io.FileIO) -> bool:
+    poll = select.poll()  # takes any descriptor, where `select` takes those below 1024
+    poll.register(file, select.POLLIN)
+    return bool(poll.poll(0))
+
+
 def _watch(descriptor: int) -> io.FileIO | None:
     """Readable as soon as the file is written or cut by any process of this machine, also in forks of this one.
 
     A tool can set a modification time again; a change time is another after each use, and after a removal.
+    A write through another process's mapping raises no event: the modification time tells, unless a tool sets it again.
 
     Returns:
         None where the system has no more of these; then size and modification time tell.
@@ -168,5 +175,8 @@ def _watch(descriptor: int) -> io.FileIO | None:
     watch = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     if watch < 0:
         return None
-    libc.inotify_add_watch(watch, f"/proc/self/fd/{descriptor}".encode(), _IN_MODIFY)
-    return io.FileIO(watch)
+    file = io.FileIO(watch)
+    if libc.inotify_add_watch(watch, f"/proc/self/fd/{descriptor}".encode(), _IN_MODIFY) < 0:
+        file.close()
+        return None
+    return file

@@ -1,8 +1,9 @@
-"""Weights of a checkpoint that were kept after its spare process was prepared.  No torch."""
+"""Weights that were kept after the spare process of their engines was prepared.  No torch."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 from inflight.config import EngineConfig
 from inflight.loading.load_errors import CannotKeep
@@ -11,34 +12,46 @@ from inflight.loading.saved.identity import checkpoint_key
 
 __all__ = ["NewlyKept"]
 
+_File = tuple[str, int, int]  # name, inode, mtime in ns
+
 
 class NewlyKept:
     """Compared with the moment in which this is made.
 
     Weights that were there then can be of another program or damaged, so that nothing could be mapped: whether some are
     kept says nothing.  A file in the place of another counts.
+
+    Args:
+        config: options of the model.
+        draft: returns those of its draft model, if it has one; called once anything is kept.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, draft: Callable[[], EngineConfig | None] = lambda: None) -> None:
         self._config = config
+        self._draft = draft
         self._known = _files()
 
     def any(self) -> bool:
-        """Whether there are weights of this checkpoint that were not there.  Reads the checkpoint only if some are."""
+        """Whether there are weights of these models that were not there.  Reads checkpoints only if some are."""
         new = _files() - self._known
         if not new:
             return False
         self._known |= new
-        with contextlib.suppress(CannotKeep):
-            cache = cache_folder()
-            key = None if cache is None else checkpoint_key(self._config, cache)
-            return key is not None and any(name.startswith(key) for name, *_ in new)
-        return False
+        return any(_is_of(config, new) for config in (self._config, self._draft()) if config is not None)
 
 
-def _files() -> set[tuple[str, int, int]]:
-    """Name, inode and mtime of all kept weights."""
-    found: set[tuple[str, int, int]] = set()
+def _is_of(config: EngineConfig, files: set[_File]) -> bool:
+    """Whether one of these files has the weights of this checkpoint."""
+    with contextlib.suppress(CannotKeep):
+        cache = cache_folder()
+        key = None if cache is None else checkpoint_key(config, cache)
+        return key is not None and any(name.startswith(key) for name, *_ in files)
+    return False
+
+
+def _files() -> set[_File]:
+    """All kept weights."""
+    found: set[_File] = set()
     with contextlib.suppress(CannotKeep):
         cache = cache_folder()
         for path in [] if cache is None else cache.files():

@@ -26,12 +26,13 @@ def prefetch(config: EngineConfig) -> None:
 
 
 def prefetched(key: str) -> MappedFile | None:
-    """The file of this key, if it was one that `prefetch` has mapped; once."""
+    """The file of this key, if it was one that `prefetch` has mapped; once.  Those of other checkpoints stay."""
     while _threads:
         _threads.pop().join()
-    files = [file for file in _files if file.header.key == key]
-    _files.clear()
-    return files[0] if files else None
+    checkpoint = key.partition("-")[0]
+    files = [file for file in _files if file.header.key.startswith(checkpoint)]
+    _files[:] = [file for file in _files if file not in files]
+    return next((file for file in files if file.header.key == key), None)
 
 
 def _prefetch(config: EngineConfig) -> None:
