@@ -74,6 +74,7 @@ ROOMS = {
     "backend/inflight/runner/": [
         "tests/backend/runner",
         "tests/backend/emulated",
+        "tests/gpu/test_gpu_kv_tiers.py",
         "tests/e2e/test_kept_chats.py",
         "tests/e2e/test_kv_tiers.py",
         "tests/gpu/test_gpu_device_runner.py",

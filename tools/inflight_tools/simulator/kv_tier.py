@@ -138,8 +138,8 @@ class _Access:
             keys, behind = args
             return latency * (bool(keys) + bool(behind(self._num_found(keys)))), args
         if kind == "load":
-            key, frames = args
-            return self._seconds(self._bytes_of(frames)) if key in self._store.extents else latency, args
+            key, fill = args
+            return self._seconds(self._bytes_asked(fill)) if key in self._store.extents else latency, args
         key, copied = args
         copy = copied()
         return 0.0 if copy is None else self._seconds(self._bytes_of(copy)), (key, lambda: copy)
@@ -190,6 +190,18 @@ class _Access:
 
     def _num_found(self, keys: Sequence[bytes]) -> int:
         return next((index for index, key in enumerate(keys) if key not in self._store.extents), len(keys))
+
+    def _bytes_asked(self, fill: Callable[[Callable[[Frames], bool]], bool]) -> int:
+        """Bytes that a load will read."""
+        asked = 0
+
+        def look(frames: Frames) -> bool:
+            nonlocal asked
+            asked = self._bytes_of(frames)
+            return False
+
+        fill(look)
+        return asked
 
     def _bytes_of(self, frames: Frames) -> int:
         return sum(frame.nbytes for frame in frames) * self._bytes_per_block

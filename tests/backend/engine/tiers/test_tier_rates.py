@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ class Medium(MemoryStore):
         num_blocks = sum(frame.nbytes for frame in frames) // self.rig.runner.bytes_per_block
         return self.delay + num_blocks * BLOCK * TOKEN_BYTES * LOADERS / self.rate
 
+    def _seconds_to_fill(self, fill: Callable[[Callable[[Frames], bool]], bool]) -> float:
+        seconds = 0.0
+
+        def look(frames: Frames) -> bool:
+            nonlocal seconds
+            seconds = self._seconds_of(frames)
+            return False
+
+        fill(look)
+        return seconds
+
     def pass_time(self, seconds: float) -> None:
         """Let the engine's thread be busy or wait for so long; the tier's threads do what they can meanwhile."""
         began, until = self.rig.now, self.rig.now + seconds
@@ -77,7 +89,7 @@ class Medium(MemoryStore):
             if work.__name__ == "_find":
                 end += FIND_SECONDS * len(args[0])
             elif work.__name__ == "_load":
-                end += self._seconds_of(args[1])
+                end += self._seconds_to_fill(args[1])
                 self.rig.tiers.tiers[0]._began[thread] = start
             heapq.heappush(self._in_progress, (end, start, thread, (future, work, args)))
 

@@ -112,24 +112,26 @@ def test_what_was_not_used_for_longest_goes_first(store: LMCacheStore) -> None:
 def test_one_flipped_byte_is_a_miss_and_the_extent_is_kept_again(server: LMCacheServer) -> None:
     seal = Seal(bytes.fromhex(NAMESPACE))
     tier, other = (Tier("lmcache", LMCacheStore(server.url, NAMESPACE, 30), seal, TierThreads) for _ in range(2))
-    for number, place in enumerate((20, CHUNK_BYTES + 5, SIZE - 1)):  # in the seal, a block, the last object
-        data = content(number, SIZE)
-        keep(tier, number)
-        assert tier.load(key(number), blank(SIZE)[1]).result(30)
-        flip(server.memory, (seal.made(key(number), frames_of(data)) + data)[place : place + 64])
-        assert not tier.load(key(number), blank(SIZE)[1]).result(30)
-        assert tier.errors == {"corrupt": number + 1}
-        assert tier.find([key(number)]).result(30) == (0, None), "it cannot be removed, but is not found again"
-        keep(tier, number)
-        memory, frames = blank(SIZE)
-        assert tier.load(key(number), frames).result(30)
-        assert memory == data
-        assert not other.load(key(number), blank(SIZE)[1]).result(30), "which finds the damaged one"
-        memory, frames = blank(SIZE)
-        assert other.load(key(number), frames).result(30)
-        assert memory == data
-    tier.close(30)
-    other.close(30)
+    with contextlib.ExitStack() as stack:
+        for one in (tier, other):
+            stack.callback(one.close, 30)
+        for number, place in enumerate((20, CHUNK_BYTES + 5, SIZE - 1)):  # in the seal, a block, the last object
+            data = content(number, SIZE)
+            keep(tier, number)
+            assert loaded(tier, number) == data
+            flip(server.memory, (seal.made(key(number), frames_of(data)) + data)[place : place + 64])
+            assert loaded(tier, number) is None
+            assert tier.errors == {"corrupt": number + 1}
+            assert tier.find([key(number)]).result(30) == (0, None), "it cannot be removed, but is not found again"
+            keep(tier, number)
+            assert loaded(tier, number) == data
+            assert loaded(other, number) is None, "which finds the damaged one"
+            assert loaded(other, number) == data
+
+
+def loaded(tier: Tier, number: int) -> bytes | None:
+    memory, frames = blank(SIZE)
+    return bytes(memory) if tier.load(key(number), lambda read: read(frames)).result(30) else None
 
 
 def keep(tier: Tier, number: int) -> None:
