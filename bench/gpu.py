@@ -11,9 +11,9 @@ flushed to a file as they are measured, so that a stage which crashes or is kill
 random numbers against float32, and times attention (bench/gpu_attention.py), small operations and sampling
 (bench/gpu_ops.py).
 
-Both require torch (2.11 or later), triton (3.6 or later), numpy and msgspec, and `all` transformers and pytest; this
-repository need not be installed.  They print a table and write a record to `--output`, to the folder $OUT, or to
-bench/results/gpu.  The exit status is 1 if a check failed, but not if a target was missed.
+Both require torch (2.11 or later), triton (3.6 or later), numpy, msgspec and xxhash, and `all` transformers and
+pytest; this repository need not be installed.  They print a table and write a record to `--output`, to the folder
+$OUT, or to bench/results/gpu.  The exit status is 1 if a check failed, but not if a target was missed.
 
 `--device cpu` runs the same code with toy shapes in the Triton language's interpreter, to show that it works; times
 are meaningless there.
@@ -95,7 +95,7 @@ def kernels(args: argparse.Namespace) -> int:
 
 def main() -> int:
     args = options()
-    gpu_rows.require_msgspec()
+    gpu_rows.require_packages()
     if args.device == "cpu":
         # The Triton language reads this when it is imported.
         os.environ["TRITON_INTERPRET"] = "1"

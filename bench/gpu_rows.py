@@ -19,7 +19,7 @@ from typing import Any
 
 import common
 
-__all__ = ["Run", "about", "append", "file_name", "kernel_lines", "line", "read", "require_msgspec", "write_record"]
+__all__ = ["Run", "about", "append", "file_name", "kernel_lines", "line", "read", "require_packages", "write_record"]
 
 ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = ("torch", "triton", "transformers", "numpy", "msgspec")
@@ -64,10 +64,11 @@ class Run:
         return read(self.file)
 
 
-def require_msgspec() -> None:
-    """Raises: SystemExit, with what to do, if msgspec is not found."""
-    if find_spec("msgspec") is None:
-        sys.exit("msgspec not found; pip install --target DIR msgspec and put DIR on PYTHONPATH (docs/gpu.md)")
+def require_packages() -> None:
+    """Raises: SystemExit, with what to do, if a package is not found that images for torch lack."""
+    if missing := [name for name in ("msgspec", "xxhash") if find_spec(name) is None]:
+        names = " ".join(missing)
+        sys.exit(f"not found: {names}; pip install --target DIR {names} and put DIR on PYTHONPATH (docs/gpu.md)")
 
 
 def about(device: str) -> dict[str, Any]:

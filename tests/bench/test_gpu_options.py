@@ -12,6 +12,7 @@ from typing import Any
 import gpu_engine
 import gpu_model
 import gpu_options
+import gpu_rows
 import pytest
 from gpu_rows import Run
 
@@ -102,3 +103,10 @@ def test_transformers_on_a_cpu_needs_psutil(tmp_path: Path, monkeypatch: pytest.
     why = gpu_engine._peer_missing(run(tmp_path))
     assert why is not None and "psutil" in why
     assert gpu_engine._peer_missing(Run("cuda", False, 0.0, tmp_path / "rows")) is None
+
+
+@pytest.mark.parametrize("lacks", [{"xxhash"}, {"msgspec", "xxhash"}])
+def test_what_images_lack_is_named_before_anything_runs(lacks: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_rows, "find_spec", lambda name: None if name in lacks else object())
+    with pytest.raises(SystemExit, match=f"--target DIR {' '.join(sorted(lacks))} "):
+        gpu_rows.require_packages()
