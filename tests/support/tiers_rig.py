@@ -21,7 +21,7 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
-from inflight.engine.tiers.base import Frames, KVStore
+from inflight.engine.tiers.base import Frames, KVStore, Read
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiered_pool import TieredPool
@@ -61,7 +61,7 @@ class ByteRunner(PagedHashRunner):
         self.beside()
         return super().collect(self.execute(ticket, None))
 
-    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+    def fill(self, blocks: Sequence[int], read: Read) -> bool:
         return read(self.frames(blocks))
 
     def frames(self, blocks: Sequence[int]) -> list[memoryview]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from inflight.attention.base import KVCache
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Read
 
 __all__ = ["PoolBlocks", "block_rows"]
 
@@ -25,7 +25,7 @@ class PoolBlocks:
         self._pools = [rows.numpy() for rows in block_rows(caches)]
         self.bytes_per_block = sum(pool.shape[1] for pool in self._pools)
 
-    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+    def fill(self, blocks: Sequence[int], read: Read) -> bool:
         """See `KVBlocks`; consecutive blocks are one buffer."""
         runs = list(_runs(blocks))
         return read([pool[start:end].reshape(-1).data for pool in self._pools for start, end in runs])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from inflight.device.device_queue import queue_of
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Read
 from inflight.engine.tiers.tiers import blocks_of_extent
 from inflight.loading.paged_layers import PagedLayers
 from inflight.runner.block_io import block_rows
@@ -77,7 +77,7 @@ class StagedBlocks:
         for _ in range(num_buffers):
             self._free.put(_Buffer(make(num_bytes), torch.empty(num_bytes, dtype=torch.uint8, device=device)))
 
-    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+    def fill(self, blocks: Sequence[int], read: Read) -> bool:
         """See `KVBlocks`; all blocks are one buffer."""
         with self._buffer(blocks) as (buffer, payload, size):
             if not read([payload.data]):

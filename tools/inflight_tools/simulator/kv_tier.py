@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from inflight.config import ConfigError, parse_bytes
 from inflight.engine.policies.tier_admission import LOOK_SECONDS
-from inflight.engine.tiers.base import Frames, TornError
+from inflight.engine.tiers.base import Fill, Frames, Read, TornError
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiers import Tiers
@@ -191,7 +191,7 @@ class _Access:
     def _num_found(self, keys: Sequence[bytes]) -> int:
         return next((index for index, key in enumerate(keys) if key not in self._store.extents), len(keys))
 
-    def _bytes_asked(self, fill: Callable[[Callable[[Frames], bool]], bool]) -> int:
+    def _bytes_asked(self, fill: Fill) -> int:
         """Bytes that a load will read."""
         asked = 0
 
@@ -297,7 +297,7 @@ class VirtualBlocks:
     def __init__(self, bytes_per_block: int) -> None:
         self.bytes_per_block = bytes_per_block
 
-    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+    def fill(self, blocks: Sequence[int], read: Read) -> bool:
         return read([memoryview(bytearray(len(blocks)))])
 
     def copy(self, blocks: Sequence[int]) -> memoryview:

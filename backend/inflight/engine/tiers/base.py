@@ -18,10 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-__all__ = ["Frames", "KVBlocks", "KVStore", "TornError"]
+__all__ = ["Fill", "Frames", "KVBlocks", "KVStore", "Read", "TornError"]
 
 # C-contiguous buffers of bytes ("B"), in order.
 Frames = Sequence[memoryview]
+Read = Callable[[Frames], bool]  # writes the frames; if it is False, their contents are undefined
+Fill = Callable[[Read], bool]  # `KVBlocks.fill` of some blocks
 
 
 class TornError(Exception):
@@ -84,7 +86,7 @@ class KVBlocks(Protocol):
     def bytes_per_block(self) -> int:
         """Of one block, in all layers."""
 
-    def fill(self, blocks: Sequence[int], read: Callable[[Frames], bool]) -> bool:
+    def fill(self, blocks: Sequence[int], read: Read) -> bool:
         """Let `read` write the bytes of `blocks`: its answer.  If that is False, their contents are undefined."""
 
     def copy(self, blocks: Sequence[int]) -> memoryview:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, Literal, Protocol
 
 from inflight.engine.deltas import TierStats
-from inflight.engine.tiers.base import Frames, KVStore, TornError
+from inflight.engine.tiers.base import Fill, Frames, KVStore, TornError
 from inflight.engine.tiers.seal import SEAL_BYTES, Seal
 
 __all__ = ["MOST_IN_HAND", "Tier", "Workers"]
@@ -164,7 +164,7 @@ class Tier:
         self._asked.append(answer := self._finds.submit(self._find, list(keys), behind))
         return answer
 
-    def load(self, key: bytes, fill: Callable[[Callable[[Frames], bool]], bool]) -> Future[bool]:
+    def load(self, key: bytes, fill: Fill) -> Future[bool]:
         """Fill blocks: whether they contain the extent, verified.  Until it is done, they are the tier's.
 
         Args:
@@ -235,7 +235,7 @@ class Tier:
             self._remember(key, False)
         return found, other if len(has) > found else None
 
-    def _load(self, key: bytes, fill: Callable[[Callable[[Frames], bool]], bool]) -> bool:
+    def _load(self, key: bytes, fill: Fill) -> bool:
         start, cpu = self._begin(), self._cpu_clock()
         try:
             if not fill(partial(self._read, key)):

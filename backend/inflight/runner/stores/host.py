@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from inflight.engine.tiers.base import Frames, TornError
+from inflight.runner.stores.copy_frames import copy_frames
 
 __all__ = ["HostStore"]
 
@@ -45,7 +46,7 @@ class HostStore:
             self._extents.move_to_end(key)
         if _size(kept) != _size(frames):
             raise TornError(f"{_size(kept)} bytes are kept, and {_size(frames)} were expected")
-        _copy(kept, frames)
+        copy_frames(kept, frames)
         return True
 
     def store(self, key: bytes, frames: Frames) -> bool:
@@ -77,16 +78,3 @@ class HostStore:
 
 def _size(frames: Frames) -> int:
     return sum([frame.nbytes for frame in frames])
-
-
-def _copy(source: Frames, target: Frames) -> None:
-    """Between rows of buffers with the same number of bytes, perhaps cut at other places."""
-    rest = memoryview(b"")
-    parts = iter(source)
-    for buffer in target:
-        while buffer.nbytes:
-            while not rest.nbytes:
-                rest = next(parts)
-            count = min(rest.nbytes, buffer.nbytes)
-            buffer[:count] = rest[:count]
-            rest, buffer = rest[count:], buffer[count:]

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from inflight.engine.tiers.base import Frames, TornError
+from inflight.runner.stores.copy_frames import copy_frames
 from inflight.runner.stores.lmcache_wire import CHUNK_BYTES, Connection, Operation, Request
 
 __all__ = ["LMCacheStore"]
@@ -223,14 +224,5 @@ def _read(places: Sequence[memoryview], frames: Frames, size: int) -> bool:
     (length,) = _LENGTH.unpack_from(places[0])
     if length != size:
         raise TornError(f"a value has {length} bytes, and {size} were expected")
-    pieces = iter([places[0][_LENGTH.size :], *places[1:]])
-    piece = next(pieces)
-    for frame in frames:
-        rest = frame
-        while rest.nbytes:
-            if not piece.nbytes:
-                piece = next(pieces)
-            count = min(rest.nbytes, piece.nbytes)
-            rest[:count] = piece[:count]
-            rest, piece = rest[count:], piece[count:]
+    copy_frames([places[0][_LENGTH.size :], *places[1:]], frames)
     return True

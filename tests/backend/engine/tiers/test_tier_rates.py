@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from tiers_rig import TieredRig
 
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.policies import tier_admission
-from inflight.engine.tiers.base import Frames
+from inflight.engine.tiers.base import Fill, Frames
 
 # The llama of 58 M parameters on two cores, as bench/kv_tiers.py measured it.
 TOKEN_SECONDS = 5.9e-4  # to compute a token of a prompt
@@ -54,7 +53,7 @@ class Medium(MemoryStore):
         num_blocks = sum(frame.nbytes for frame in frames) // self.rig.runner.bytes_per_block
         return self.delay + num_blocks * BLOCK * TOKEN_BYTES * LOADERS / self.rate
 
-    def _seconds_to_fill(self, fill: Callable[[Callable[[Frames], bool]], bool]) -> float:
+    def _seconds_to_fill(self, fill: Fill) -> float:
         seconds = 0.0
 
         def look(frames: Frames) -> bool:
