@@ -10,12 +10,19 @@ time, unlike the clock, leaves out the time for which other programs have the co
 
 from __future__ import annotations
 
+import ctypes
 import statistics
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import common
 from kernels_paired import _opened
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from inflight.kernels.cpu.cpu_linear import PackedWeight
 
 _SHAPES = ((768, 768), (768, 3072), (3072, 768))
 _ROWS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -32,7 +39,7 @@ def main() -> None:
     import torch
 
     from inflight.kernels.cpu.cpu_linear import PackedWeight
-    from inflight.kernels.cpu.library import DTYPE_CODES, library
+    from inflight.kernels.cpu.library import library
 
     torch.set_num_threads(1)
     dtype = getattr(torch, args.dtype)
@@ -40,26 +47,14 @@ def main() -> None:
     runs: dict[str, dict[str, list[float]]] = {}
     for inputs, outputs in _SHAPES:
         weight, bias = torch.randn(outputs, inputs, dtype=dtype), torch.randn(outputs)
-        packed, own = PackedWeight([weight], [bias]), bias.to(dtype)
+        packed = PackedWeight([weight], [bias])
         for rows in _ROWS:
-            x = torch.randn(rows, inputs, dtype=dtype)
-            out = {side: torch.empty(rows, outputs, dtype=dtype) for side in libraries}
-
-            def multiply(side: str) -> None:
-                libraries[side].inflight_ops_linear(
-                    packed.address, x.data_ptr(), rows, DTYPE_CODES[dtype], out[side].data_ptr(), 1
-                )
-
-            work: dict[str, Callable[[], object]] = {
-                "base": lambda: multiply("base"),
-                "new": lambda: multiply("new"),
-                "torch": lambda: torch.nn.functional.linear(x, weight, own),
-            }
+            name = f"{inputs} to {outputs}, {rows} rows"
+            work = _sides(libraries, packed, torch.randn(rows, inputs, dtype=dtype), (weight, bias.to(dtype)))
             operations = 2 * rows * inputs * outputs
             found = _in_turn(work, args.rounds, max(1, round(_OPERATIONS / operations)))
-            assert torch.equal(out["base"], out["new"]), f"{rows} rows, {inputs} to {outputs}: other bits"
-            name = f"{inputs} to {outputs}, {rows} rows"
-            runs[name] = {side: [operations / seconds / 1e9 for seconds in samples] for side, samples in found.items()}
+            assert torch.equal(work["base"](), work["new"]()), f"{name}: other bits"
+            runs[name] = {side: [operations / one / 1e9 for one in seconds] for side, seconds in found.items()}
             print(f"  {name:<26} {_shown(runs[name])}", flush=True)
     ratios = {
         name: {
@@ -72,7 +67,28 @@ def main() -> None:
     common.record(args, runs, unit="GFLOP per second of CPU time", instruction_set=instruction_set, ratios=ratios)
 
 
-def _in_turn(work: dict[str, Callable[[], object]], rounds: int, count: int) -> dict[str, list[float]]:
+def _sides(
+    libraries: dict[str, ctypes.CDLL], packed: PackedWeight, x: Tensor, plain: tuple[Tensor, Tensor]
+) -> dict[str, Callable[[], Tensor]]:
+    """The same product by each library and by torch; `plain` is the weight and its bias."""
+    import torch
+
+    from inflight.kernels.cpu.library import DTYPE_CODES
+
+    def side(library: ctypes.CDLL) -> Callable[[], Tensor]:
+        out = x.new_empty(len(x), packed.out_features)
+
+        def multiply() -> Tensor:
+            library.inflight_ops_linear(packed.address, x.data_ptr(), len(x), DTYPE_CODES[x.dtype], out.data_ptr(), 1)
+            return out
+
+        return multiply
+
+    ours = {name: side(library) for name, library in libraries.items()}
+    return {**ours, "torch": lambda: torch.nn.functional.linear(x, *plain)}
+
+
+def _in_turn(work: dict[str, Callable[[], Tensor]], rounds: int, count: int) -> dict[str, list[float]]:
     """Seconds of CPU time of one call, by side."""
     found: dict[str, list[float]] = {side: [] for side in work}
     for number in range(rounds + 1):
