@@ -27,7 +27,11 @@ void multiply_block(const typename Op::Elem* a, int64_t stride, const char* pane
   // One pointer per three rows: addressing modes reach the others.
   constexpr int kBases = (kRows + 2) / 3;
   const char* bases[kBases];
-  for (int i = 0; i < kBases; ++i) bases[i] = reinterpret_cast<const char*>(a + 3 * i * stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < kBases; ++i) {
+    bases[i] = reinterpret_cast<const char*>(a + 3 * i * stride);
+    asm("" : "+r"(bases[i]));  // otherwise GCC computes them as a vector, and keeps that in memory
+  }
   const int64_t pitch = stride * int64_t(sizeof(typename Op::Elem));
   Vec sums[kRows][kPanelVectors] = {};
   for (int64_t step = 0; step < steps; ++step) {
