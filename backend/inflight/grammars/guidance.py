@@ -22,6 +22,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from inflight.grammars.base import NO_SEQUENCE, MaskJob, SequenceId, mask_words
+from inflight.grammars.demand import use_grammars
 from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.guided_sequence import GuidedSequence, SteadyRuns, reason, shown
 from inflight.grammars.spec import GrammarSpec
@@ -154,6 +155,7 @@ class GuidanceGrammars:
             tokenizer = self._begin_to_load()
             entry = self._entries.get(spec)
             if entry is None:
+                use_grammars()
                 entry = self._entries[spec] = _Entry()
                 entry.compiled = self._threads.submit(self._compile, spec, tokenizer, entry)
                 self._num_bytes += spec.size
