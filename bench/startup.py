@@ -144,24 +144,24 @@ def ask_for_digits(engine: Any) -> None:
 
 
 def settled(pids: list[int], seconds: float) -> float:
-    """The memory of these processes in MiB, once it has not grown by 1 MiB for so long.
+    """The memory of these processes in MiB, once their own has not changed by 1 MiB for so long.
 
     An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether it is
-    to.
+    to.  Pages of files do not count for that: other programs map the same libraries.
     """
-    found, since = sum(pss(pid) for pid in pids), time.monotonic()
+    found, since = sum(pss(pid, "Pss_Anon") for pid in pids), time.monotonic()
     while time.monotonic() - since < seconds:
         time.sleep(0.25)
-        now = sum(pss(pid) for pid in pids)
+        now = sum(pss(pid, "Pss_Anon") for pid in pids)
         if abs(now - found) > 1.0:
             found, since = now, time.monotonic()
-    return found
+    return sum(pss(pid) for pid in pids)
 
 
-def pss(pid: int) -> float:
+def pss(pid: int, kind: str = "Pss") -> float:
     """A process's share of the memory, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1024
 
 
 def forget(*folders: Path) -> None:
