@@ -14,7 +14,10 @@ ready.  The file of kept weights is made by a start that is not timed.
                     has them mapped and has run a token
     killed          the same without a spare process
     second          a second engine with a spare process of its own, as another tritonserver has them: until it is
-                    ready; and the memory of the first two processes and of all four in MiB, each page counted once
+                    ready; and the memory of the first two processes and of all four in MiB, each page counted once,
+                    when all that they do while they are idle is done
+    second, grammars        the same once each engine has had a request with a grammar
+    second, no spare        the same as `second` with engines that have no spare process
 """
 
 from __future__ import annotations
@@ -25,11 +28,22 @@ import signal
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import common
 
-SIDES = ("full", "kept", "full, cold", "kept, cold", "killed, spare", "killed", "second")
+SIDES = (
+    "full",
+    "kept",
+    "full, cold",
+    "kept, cold",
+    "killed, spare",
+    "killed",
+    "second",
+    "second, grammars",
+    "second, no spare",
+)
 
 
 def start(options: dict[str, Any], keep: str) -> float:
@@ -88,7 +102,7 @@ def killed(options: dict[str, Any], keep: str) -> common.Run:
     return {"seconds": seconds, "pss": sum(memory)}
 
 
-def second(options: dict[str, Any], keep: str) -> common.Run:
+def second(options: dict[str, Any], keep: str, grammars: bool) -> common.Run:
     """Seconds until the second of two engines is ready, and the memory of one and of both, with their spare ones."""
     from inflight.config import EngineConfig
     from inflight.frontend.engine_client.engine_launcher import EngineLauncher
@@ -105,18 +119,49 @@ def second(options: dict[str, Any], keep: str) -> common.Run:
         engine.wait_ready(600)
         figures["seconds"] = time.perf_counter() - begun
         engines.append(engine)
+        if grammars:
+            ask_for_digits(engine)
         spares = [one._fork_server for one in launchers if one._fork_server is not None]
-        figures[name] = sum(pss(process.pid) for process in (*engines, *spares))
+        figures[name] = settled([process.pid for process in (*engines, *spares)], 12.0 if grammars else 4.0)
     for engine, launcher in zip(engines, launchers):
         engine.stop(polite=False)
         launcher.close()
-    return figures
+    return {**figures, "copies": figures["pss_of_two"] / figures["pss_of_one"]}
 
 
-def pss(pid: int) -> float:
+def ask_for_digits(engine: Any) -> None:
+    """A request with a grammar, to its end."""
+    from inflight.engine.messages import AddRequest, StepMessage, encode
+    from inflight.engine.sampling_params import SamplingParams
+    from inflight.grammars.spec import GrammarSpec
+
+    digits = GrammarSpec("regex", "[0-9]{1,6}")
+    engine.send(encode(AddRequest(1, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=4, grammar=digits))))
+    while not isinstance(message := engine.receive(), StepMessage) or not any(
+        delta.finish_reason for delta in message.deltas
+    ):
+        pass
+
+
+def settled(pids: list[int], seconds: float) -> float:
+    """The memory of these processes in MiB, once their own has not changed by 1 MiB for so long.
+
+    An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether it is
+    to.  Pages of files do not count for that: other programs map the same libraries.
+    """
+    found, since = sum(pss(pid, "Pss_Anon") for pid in pids), time.monotonic()
+    while time.monotonic() - since < seconds:
+        time.sleep(0.25)
+        now = sum(pss(pid, "Pss_Anon") for pid in pids)
+        if abs(now - found) > 1.0:
+            found, since = now, time.monotonic()
+    return sum(pss(pid) for pid in pids)
+
+
+def pss(pid: int, kind: str = "Pss") -> float:
     """A process's share of the memory, in MiB."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1024
 
 
 def forget(*folders: Path) -> None:
@@ -139,13 +184,21 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
         "cpu_threads": args.threads,
         "kv_cache_memory": "1GiB",
         "max_model_len": 2048,
-        "spare_engine": side in ("killed, spare", "second"),
+        "spare_engine": side in ("killed, spare", "second", "second, grammars"),
     }
-    if side == "second":
-        return second(options, cache)
+    if side.startswith("second"):
+        return second(options, cache, grammars=side == "second, grammars")
     if side.startswith("killed"):
         return killed(options, cache)
     return {"seconds": start(options, "off" if side.startswith("full") else cache)}
+
+
+def memory_of(runs: list[common.Run]) -> list[str]:
+    """The median memory of one engine and of two, if it was measured."""
+    if "copies" not in runs[0]:
+        return []
+    one, two, copies = (median(run[name] for run in runs) for name in ("pss_of_one", "pss_of_two", "copies"))
+    return [f"{one:8,.0f} -> {two:,.0f} MiB, {copies:.3f} copies"]
 
 
 def main() -> None:
@@ -173,7 +226,7 @@ def main() -> None:
     found = {model: common.medians(sides, "seconds") for model, sides in runs.items()}
     for model, sides in found.items():
         for side, figures in sides.items():
-            print(f"{Path(model).name:<18} {side:<14} {figures['seconds']:6.2f} s")
+            print(f"{Path(model).name:<18} {side:<16} {figures['seconds']:6.2f} s", *memory_of(runs[model][side]))
     common.record(args, runs, medians=found)
 
 

@@ -22,10 +22,12 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from inflight.grammars.base import NO_SEQUENCE, MaskJob, SequenceId, mask_words
+from inflight.grammars.demand import use_grammars
 from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.guided_sequence import GuidedSequence, SteadyRuns, reason, shown
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
+from inflight.heap import trim_heap
 
 __all__ = ["GuidanceGrammars"]
 
@@ -153,6 +155,7 @@ class GuidanceGrammars:
             tokenizer = self._begin_to_load()
             entry = self._entries.get(spec)
             if entry is None:
+                use_grammars()
                 entry = self._entries[spec] = _Entry()
                 entry.compiled = self._threads.submit(self._compile, spec, tokenizer, entry)
                 self._num_bytes += spec.size
@@ -168,7 +171,7 @@ class GuidanceGrammars:
         return self._tokenizer
 
     def _load(self) -> Any:
-        """An `LLTokenizer` and the `Vocabulary`.  Raises ValueError: there can be no grammars, and why."""
+        """An `LLTokenizer` and the names of special tokens.  Raises ValueError: there can be no grammars, and why."""
         try:
             from llguidance import LLTokenizer, TokenizerWrapper
         except ImportError:
@@ -176,16 +179,21 @@ class GuidanceGrammars:
         if not self._eos_token_ids:
             raise ValueError("structured output needs an end-of-sequence token, and this checkpoint has none")
         vocabulary = read_vocabulary(self._read_tokenizer())
-        wrapped = TokenizerWrapper(_Wrapped(vocabulary, self._vocab_size, self._eos_token_ids))
+        ours = _Wrapped(vocabulary, self._vocab_size, self._eos_token_ids)
+        wrapped = TokenizerWrapper(ours)
         try:
-            return LLTokenizer(wrapped, eos_token=self._eos_token_ids), vocabulary
+            tokenizer = LLTokenizer(wrapped, eos_token=self._eos_token_ids)
         except Exception as error:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
+        names = vocabulary.names
+        wrapped.tokens = ours.tokens = vocabulary.tokens = []  # the library has copied them
+        trim_heap()  # several times what stays was used on the way
+        return tokenizer, names
 
     def _compile(self, spec: GrammarSpec, tokenizer: Future[Any], entry: _Entry) -> Any:
         """An `LLMatcher`, or the error text."""
         try:
-            vocabulary, names = tokenizer.result()[0], tokenizer.result()[1].names
+            vocabulary, names = tokenizer.result()
             entry.begun = time.monotonic()
             from llguidance import LLMatcher
 
@@ -218,14 +226,19 @@ class GuidanceGrammars:
 
 
 class _Wrapped:
-    """The tokenizer that llguidance requires, for V tokens; tokens unknown to `tokenizers` are never allowed."""
+    """The tokenizer that llguidance requires, for V tokens.
+
+    Tokens unknown to `tokenizers` have no bytes: the library leaves such out of its tries, so that they are never
+    allowed, and take no memory in a dozen of these.
+    """
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
-        missing = range(len(vocabulary.tokens), vocab_size)
-        self.tokens = [*vocabulary.tokens[:vocab_size], *(b"<missing %d>" % token for token in missing)]
-        self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids, *missing} & set(range(vocab_size)))
+        self.tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+        for token in {*eos_token_ids} & set(range(vocab_size)):
+            self.tokens[token] = self.tokens[token] or b"<eos %d>" % token
+        self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
         self.eos_token_id = eos_token_ids[0]
         self._vocab_size = vocab_size
         self._encode = lru_cache(_MAX_ENCODED)(vocabulary.encode)  # forced texts repeat from row to row

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from inflight.config import EngineConfig
 from inflight.device.memory import available_memory, format_bytes
+from inflight.grammars.demand import are_grammars_used
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
 from inflight.load_phases import enter_phase
@@ -123,8 +124,8 @@ def heat(config: EngineConfig, grammars: bool = True) -> bool:
 
 
 def heat_further() -> None:
-    """Read the vocabulary of grammars for forks of this process, too: work that the first one is not to wait for."""
-    while _later:
+    """Read the vocabulary of grammars for forks of this process, too, once one of them has been asked for a grammar."""
+    while _later and are_grammars_used():
         with contextlib.suppress(BaseException):  # a panic, too.  No grammars: a request that has one is told
             _later.pop()()
 

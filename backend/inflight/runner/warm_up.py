@@ -30,7 +30,7 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
 
 
 def warm_up_further() -> None:
-    """Do the rest, which the first fork was not to wait for; once, and on idle cores only: an engine runs by now."""
+    """Do the rest, which forks did not need at first; once, and on idle cores only: an engine runs by now."""
     from inflight.loading.startup import heat_further
 
     _in_a_thread(heat_further, idle=True)

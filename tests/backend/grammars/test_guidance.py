@@ -454,3 +454,32 @@ def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
         grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "(?s:.*)")), 0, [])], bitmask)
         bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
         assert bits[EOS] and bits[: min(size, VOCAB)].sum() > VOCAB / 2 and not bits[VOCAB:size].any()
+        for token in range(VOCAB, size):
+            sequence = grammars.new(GrammarSpec("regex", "(?s:.*)"))
+            assert sequence.settle([], [token], [True]) == sequence.num_allowed([token]) == 0
+            sequence.advance([token])
+            assert sequence.error
+
+
+def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
+    assert "out of range" in outcome(grammars, DIGITS)
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3])
+    assert outcome(grammars, DIGITS) == ""
+    bitmask = np.empty((1, mask_words(VOCAB + 70)), dtype=np.int32)
+    grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
+    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
+    assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : VOCAB + 70].any()
+
+
+def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes of tokens that the library has copied; and tokens without a text are in none of its dozen tries."""
+    read, trims = [], []
+    monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
+    monkeypatch.setattr(guidance, "trim_heap", lambda: trims.append(len(read[0].tokens)))
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
+    assert outcome(grammars, DIGITS) == ""
+    assert trims == [0]
+    tokenizer, names = grammars._begin_to_load().result()
+    assert tokenizer.decode_bytes([VOCAB + 3]) == b"<[%d]>" % (VOCAB + 3), "it has bytes"
+    assert names == read[0].names

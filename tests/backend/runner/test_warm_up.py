@@ -13,6 +13,7 @@ from panics import Panic
 
 from inflight import worker
 from inflight.config import EngineConfig
+from inflight.grammars import demand
 from inflight.loading import startup
 from inflight.runner import warm_up
 
@@ -21,9 +22,10 @@ CONFIG = EngineConfig.from_dict({"model": "m", "speculative_config": {"model": "
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], object]]:
-    """The work that `heat` has left."""
+    """The work that `heat` has left; grammars are used."""
     found: list[Callable[[], object]] = []
     monkeypatch.setattr(startup, "_later", found)
+    monkeypatch.setattr(demand, "_page", bytearray(b"\1"))
     return found
 
 

@@ -6,8 +6,9 @@ others that are still in use, and would keep that of the largest response ever s
 
 from __future__ import annotations
 
-import ctypes
 import threading
+
+from inflight.heap import CAN_TRIM, trim_heap
 
 __all__ = ["LARGE_BYTES", "HeapTrim"]
 
@@ -19,13 +20,12 @@ class HeapTrim:
     """Asks glibc to return free pages a second after a large response; other C libraries are left alone."""
 
     def __init__(self) -> None:
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         self._lock = threading.Lock()
         self._is_due = False
 
     def sent(self, num_bytes: int) -> None:
         """A response of this size was sent."""
-        if num_bytes < LARGE_BYTES or self._trim is None:
+        if num_bytes < LARGE_BYTES or not CAN_TRIM:
             return
         with self._lock:
             if self._is_due:
@@ -38,5 +38,4 @@ class HeapTrim:
     def _run(self) -> None:
         with self._lock:
             self._is_due = False
-        assert self._trim is not None
-        self._trim(0)  # without Python's lock
+        trim_heap()
