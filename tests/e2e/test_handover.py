@@ -7,19 +7,19 @@ import contextlib
 import os
 import random
 import signal
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import httpx
 import pytest
 from fleet_fronts import CHAT, FORMAT, TOOL, USAGE
-from model_entries import copy_entry, loaded, write_entry
+from model_entries import loaded, write_entry
 from processes_of import engine_process
-from replicas import Answer, Process, gateway, metric, until
+from replicas import Answer, gateway, metric, until
 from tier_load import conversation
 from wire import gauges
 
+from inflight_client import Client
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
 
@@ -41,15 +41,15 @@ def chat(seed: int) -> list[dict[str, str]]:
 
 def requests(seed: int) -> list[tuple[str, dict[str, Any]]]:
     """With prompts that no other seed has."""
-    ids, logprobs = conversation(seed), {"logprobs": True, "top_logprobs": 2}
+    ids, logprobs, stops = conversation(seed), {"logprobs": True, "top_logprobs": 2}, {"stop_token_ids": [11, 300]}
     return [
         ("/v1/completions", {"prompt": ids, "temperature": 0, **LONG, **USAGE}),
         ("/v1/completions", {"prompt": words(seed), "seed": 8, "logprobs": 2, **LONG, **USAGE}),
         ("/v1/completions", {"prompt": ids[:900], "seed": 7, "return_token_ids": True, "temperature": 1.4, **LONG}),
         ("/v1/completions", {"prompt": words(seed), "seed": 3, "n": 2, "echo": True, **LONG}),
         ("/v1/completions", {"prompt": ids, "seed": 2, "max_tokens": 1, "ignore_eos": True, **USAGE}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 3, "allowed_token_ids": [11, 300], "stop_token_ids": [11, 300], **USAGE}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 5, "frequency_penalty": 1.5, "repetition_penalty": 1.2, **LONG}),
+        ("/v1/completions", {"prompt": words(seed), "seed": 3, "allowed_token_ids": [11, 300], **stops, **USAGE}),
+        ("/v1/completions", {"prompt": words(seed), "seed": 5, "frequency_penalty": 1.5, "min_tokens": 9, **LONG}),
         ("/v1/chat/completions", {"messages": chat(seed), "seed": 9, **logprobs, **LONG}),
         ("/v1/chat/completions", {"messages": chat(seed), "seed": 1, "response_format": FORMAT, **USAGE}),
         ("/v1/chat/completions", {"messages": chat(seed), "seed": 2, "tools": [TOOL], "tool_choice": "required"}),
@@ -111,16 +111,95 @@ async def answers(http: httpx.AsyncClient, url: str, seed: int, whole: bool = Fa
     return found
 
 
+@contextlib.contextmanager
+def fronts(decoding: TritonServer, prefill: TritonServer) -> Iterator[tuple[str, str]]:
+    """Gateways in front of one server, and of both."""
+    more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
+    with front([decoding]) as alone, front([decoding], *more) as both:
+        yield alone, both
+
+
+def outcomes(url: str, outcome: str) -> float:
+    return metric(url, rf'inflight_gateway_handovers_total{{outcome="{outcome}"}}')
+
+
+def send_all(server: TritonServer, number: int) -> None:
+    """A signal to the server and its model's processes."""
+    assert server.process is not None
+    for pid in session_members(server.process.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
 async def test_answers_equal_those_of_one_server(
     decoding: TritonServer, prefill: TritonServer, http: httpx.AsyncClient
 ) -> None:
-    more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
-    with front([decoding]) as alone, front([decoding], *more) as both:
-        for seed in range(3):
-            found = await answers(http, both, seed)
-            expected = await answers(http, alone, seed)
-            for one, other, request in zip(found, expected, requests(seed)):
+    with fronts(decoding, prefill) as (alone, both):
+        for seed in range(10):
+            whole = seed % 3 == 2
+            found = await answers(http, both, seed, whole)
+            for one, other, request in zip(found, await answers(http, alone, seed, whole), requests(seed)):
+                assert (without_cached(one) == without_cached(other)) if whole else one == other, request
+        assert outcomes(both, "handed_over") + outcomes(both, "ended") >= 80
+        assert not outcomes(both, "failed")
+
+
+async def test_kv_comes_from_the_other_server(
+    decoding: TritonServer, prefill: TritonServer, http: httpx.AsyncClient
+) -> None:
+    """Of prompts that this server has never had.  It computes so fast that it does not wait for all of them."""
+
+    def hits() -> float:
+        return gauges(decoding.metrics_address, MODEL)["vllm:external_prefix_cache_hits_total"]
+
+    with fronts(decoding, prefill) as (_, both):
+        before = hits()
+        for seed in range(100, 200):
+            body = {"model": MODEL, "prompt": conversation(seed, 1900), "max_tokens": 8, "ignore_eos": True}
+            await Answer(both, "/v1/completions", body).read(http)
+            if hits() - before >= 1024:
+                break
+        assert hits() - before >= 1024
+        assert outcomes(both, "handed_over")
+
+
+async def test_no_request_fails_whatever_happens_to_a_server(
+    decoding: TritonServer, prefill: TritonServer, http: httpx.AsyncClient
+) -> None:
+    """The engine for prompts is killed, the server is stopped, the engine that generates is killed, the server dies."""
+    with fronts(decoding, prefill) as (alone, both):
+
+        async def check(seed: int, strike: Callable[[], object]) -> None:
+            found = asyncio.create_task(answers(http, both, seed))
+            await asyncio.sleep(random.Random(seed).random() / 3)
+            strike()
+            got = await found
+            for one, other, request in zip(got, await answers(http, alone, seed), requests(seed)):
                 assert one == other, request
-        print(gauges(decoding.metrics_address, MODEL))
-        print(httpx.get(f"{both}/metrics").text)
-        assert 0
+
+        for seed in range(200, 204):
+            await check(seed, lambda: engine_process(prefill, MODEL).kill())
+            await until(lambda: prefill_answers(prefill))
+        for seed in range(204, 207):
+            await check(seed, lambda: engine_process(decoding, MODEL).kill())
+        try:
+            await check(207, lambda: send_all(prefill, signal.SIGSTOP))
+            await check(208, lambda: None)
+            assert outcomes(both, "late")
+        finally:
+            send_all(prefill, signal.SIGCONT)
+        await check(209, prefill.kill)
+        await check(210, lambda: None)
+        assert outcomes(both, "failed") and outcomes(both, "busy") and outcomes(both, "handed_over")
+
+
+def prefill_answers(server: TritonServer) -> bool:
+    with Client(server.grpc_address) as client:
+        return client.responds(MODEL)
+
+
+def without_cached(answer: Any) -> Any:
+    """A whole answer's usage tells the tokens that were cached, which differ."""
+    choices, usage = answer
+    counts = {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
+    return choices, counts or usage

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -264,8 +265,8 @@ async def test_auto_measures_prompts_and_handovers() -> None:
     await pair.run()
     assert pair.outcomes == ["handed_over"]
     assert costs.prefill.median(1e-9) and costs.transfer.median(1e-9) is not None and costs.alone.median(0) is None
-    costs.transfer.add(0, 1e9)
-    costs.transfer.add(0, 1e9)
+    for _ in range(2):
+        costs.transfer.add(time.monotonic(), 1e9)
     await pair.run(list(range(1000, 1300)))
     assert pair.outcomes == ["handed_over"] and costs.alone.median(1e-9)
     await pair.run([1, 2, 3])
