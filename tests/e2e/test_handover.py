@@ -42,20 +42,20 @@ def chat(seed: int) -> list[dict[str, str]]:
 
 
 def requests(seed: int) -> list[tuple[str, dict[str, Any]]]:
-    """With prompts that no other seed has."""
-    ids, logprobs, stops = conversation(seed), {"logprobs": True, "top_logprobs": 2}, {"stop_token_ids": [11, 300]}
+    """With prompts that no other request has."""
+    logprobs, stops = {"logprobs": True, "top_logprobs": 2}, {"stop_token_ids": [11, 300]}
     return [
-        ("/v1/completions", {"prompt": ids, "temperature": 0, **LONG, **USAGE}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 8, "logprobs": 2, **LONG, **USAGE}),
-        ("/v1/completions", {"prompt": ids[:900], "seed": 7, "return_token_ids": True, "temperature": 1.4, **LONG}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 3, "n": 2, "echo": True, **LONG}),
-        ("/v1/completions", {"prompt": ids, "seed": 2, "max_tokens": 1, "ignore_eos": True, **USAGE}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 3, "allowed_token_ids": [11, 300], **stops, **USAGE}),
-        ("/v1/completions", {"prompt": words(seed), "seed": 5, "frequency_penalty": 1.5, "min_tokens": 9, **LONG}),
-        ("/v1/chat/completions", {"messages": chat(seed), "seed": 9, **logprobs, **LONG}),
-        ("/v1/chat/completions", {"messages": chat(seed), "seed": 1, "response_format": FORMAT, **USAGE}),
-        ("/v1/chat/completions", {"messages": chat(seed), "seed": 2, "tools": [TOOL], "tool_choice": "required"}),
-        ("/v1/responses", {"input": words(seed), "temperature": 0, "max_output_tokens": 40, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": conversation(1 + 100 * seed), "temperature": 0, **LONG, **USAGE}),
+        ("/v1/completions", {"prompt": words(2 + 100 * seed), "seed": 8, "logprobs": 2, **LONG, **USAGE}),
+        ("/v1/completions", {"prompt": conversation(3 + 100 * seed)[:900], "seed": 7, "return_token_ids": True, "temperature": 1.4, **LONG}),
+        ("/v1/completions", {"prompt": words(4 + 100 * seed), "seed": 3, "n": 2, "echo": True, **LONG}),
+        ("/v1/completions", {"prompt": conversation(5 + 100 * seed), "seed": 2, "max_tokens": 1, "ignore_eos": True, **USAGE}),
+        ("/v1/completions", {"prompt": words(6 + 100 * seed), "seed": 3, "allowed_token_ids": [11, 300], **stops, **USAGE}),
+        ("/v1/completions", {"prompt": words(7 + 100 * seed), "seed": 5, "frequency_penalty": 1.5, "min_tokens": 9, **LONG}),
+        ("/v1/chat/completions", {"messages": chat(8 + 100 * seed), "seed": 9, **logprobs, **LONG}),
+        ("/v1/chat/completions", {"messages": chat(9 + 100 * seed), "seed": 1, "response_format": FORMAT, **USAGE}),
+        ("/v1/chat/completions", {"messages": chat(10 + 100 * seed), "seed": 2, "tools": [TOOL], "tool_choice": "required"}),
+        ("/v1/responses", {"input": words(11 + 100 * seed), "temperature": 0, "max_output_tokens": 40, "ignore_eos": True}),
     ]  # fmt: skip
 
 
@@ -142,7 +142,7 @@ async def test_answers_equal_those_of_one_server(
             found = await answers(http, both, seed, whole)
             for one, other, request in zip(found, await answers(http, alone, seed, whole), requests(seed)):
                 assert (without_cached(one) == without_cached(other)) if whole else one == other, request
-        assert outcomes(both, "handed_over") + outcomes(both, "ended") >= 80
+        assert outcomes(both, "handed_over") >= 70 and outcomes(both, "ended") >= 5
         assert not outcomes(both, "failed")
 
 

@@ -34,9 +34,7 @@ LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answe
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
-_AGAIN = (
-    0.1  # of the time to compute: the rest of an answer asks again, as another engine may still write its beginning
-)
+_AGAIN = 0.1  # of the time to compute: the rest of an answer asks again, as its KV may still be written
 _EVERY = 8  # of the steps without prompts are learned from
 
 
