@@ -41,7 +41,7 @@ class Recent:
 
 @dataclass
 class Costs:
-    """What prompts of a model have cost lately, as this process saw it.
+    """The costs of a model's prompts, as this process saw them lately.
 
     Attributes:
         alone: seconds a token, for prompts that a Triton of `--triton` computed; queueing included.
@@ -63,7 +63,7 @@ def pays(costs: Costs, now: float, tokens: int, queued: int) -> bool:
     """The rule of "auto" for a prompt.
 
     Another Triton pays if computing the prompt alone takes longer than to get its KV, and longer than to wait for the
-    prompts before it.  What was not measured lately costs nothing, so it is tried and measured.
+    prompts before it.  A cost that was not measured lately counts as zero, so the handover is tried, and measured.
 
     Args:
         tokens: of the prompt that are likely not cached.

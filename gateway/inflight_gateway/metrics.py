@@ -88,7 +88,7 @@ class Metrics:
         )
         self._handovers = Counter(
             "inflight_gateway_handovers",
-            "Requests whose prompt a Triton for prompts was to compute, by what came of it.",
+            "Requests whose prompt a Triton for prompts was to compute, by outcome.",
             ["outcome"],
             registry=own,
         )

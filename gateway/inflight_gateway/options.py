@@ -30,7 +30,7 @@ class GatewayOptions:
         routing_prefix_tokens: tokens of a prompt that "prefix" uses; four characters of text count as a token.
         routing_load_factor: "prefix" skips a Triton with this multiple of the mean load.
         prefill_triton: gRPC addresses of Tritons that compute long prompts, and leave the answers to those of `triton`.
-        handover: the prompts for them: those of more than so many tokens that are not cached yet, "auto" (those that
+        handover: the prompts for them: those of more than so many tokens that are not cached yet, "auto" (the ones that
             `handover_policy` expects to pay), or "off"; "": "auto" if there are such Tritons.
         models: names to list; empty: all text models in Triton's repository index.  Requests can name others.
         headers: sent with every call to Triton, such as the key of its management endpoints.

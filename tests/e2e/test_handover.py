@@ -43,19 +43,20 @@ def chat(seed: int) -> list[dict[str, str]]:
 
 def requests(seed: int) -> list[tuple[str, dict[str, Any]]]:
     """With prompts that no other request has."""
+    k = 100 * seed
     logprobs, stops = {"logprobs": True, "top_logprobs": 2}, {"stop_token_ids": [11, 300]}
     return [
-        ("/v1/completions", {"prompt": conversation(1 + 100 * seed), "temperature": 0, **LONG, **USAGE}),
-        ("/v1/completions", {"prompt": words(2 + 100 * seed), "seed": 8, "logprobs": 2, **LONG, **USAGE}),
-        ("/v1/completions", {"prompt": conversation(3 + 100 * seed)[:900], "seed": 7, "return_token_ids": True, "temperature": 1.4, **LONG}),
-        ("/v1/completions", {"prompt": words(4 + 100 * seed), "seed": 3, "n": 2, "echo": True, **LONG}),
-        ("/v1/completions", {"prompt": conversation(5 + 100 * seed), "seed": 2, "max_tokens": 1, "ignore_eos": True, **USAGE}),
-        ("/v1/completions", {"prompt": words(6 + 100 * seed), "seed": 3, "allowed_token_ids": [11, 300], **stops, **USAGE}),
-        ("/v1/completions", {"prompt": words(7 + 100 * seed), "seed": 5, "frequency_penalty": 1.5, "min_tokens": 9, **LONG}),
-        ("/v1/chat/completions", {"messages": chat(8 + 100 * seed), "seed": 9, **logprobs, **LONG}),
-        ("/v1/chat/completions", {"messages": chat(9 + 100 * seed), "seed": 1, "response_format": FORMAT, **USAGE}),
-        ("/v1/chat/completions", {"messages": chat(10 + 100 * seed), "seed": 2, "tools": [TOOL], "tool_choice": "required"}),
-        ("/v1/responses", {"input": words(11 + 100 * seed), "temperature": 0, "max_output_tokens": 40, "ignore_eos": True}),
+        ("/v1/completions", {"prompt": conversation(k + 1), "temperature": 0, **LONG, **USAGE}),
+        ("/v1/completions", {"prompt": words(k + 2), "seed": 8, "logprobs": 2, **LONG, **USAGE}),
+        ("/v1/completions", {"prompt": conversation(k + 3)[:900], "seed": 7, "return_token_ids": True, **LONG}),
+        ("/v1/completions", {"prompt": words(k + 4), "seed": 3, "n": 2, "echo": True, **LONG}),
+        ("/v1/completions", {"prompt": conversation(k + 5), "seed": 2, "max_tokens": 1, "ignore_eos": True, **USAGE}),
+        ("/v1/completions", {"prompt": words(k + 6), "seed": 3, "allowed_token_ids": [11, 300], **stops, **USAGE}),
+        ("/v1/completions", {"prompt": words(k + 7), "seed": 5, "frequency_penalty": 1.5, "min_tokens": 9, **LONG}),
+        ("/v1/chat/completions", {"messages": chat(k + 8), "seed": 9, **logprobs, **LONG}),
+        ("/v1/chat/completions", {"messages": chat(k + 9), "seed": 1, "response_format": FORMAT, **USAGE}),
+        ("/v1/chat/completions", {"messages": chat(k + 10), "seed": 2, "tools": [TOOL], "tool_choice": "required"}),
+        ("/v1/responses", {"input": words(k + 11), "temperature": 0, "max_output_tokens": 40, "ignore_eos": True}),
     ]  # fmt: skip
 
 

@@ -95,8 +95,8 @@ def gateway(
         str,
         typer.Option(
             metavar="auto|TOKENS|off",
-            help="With --prefill-triton: the prompts for it, those that pay ('auto', the default) or those with more "
-            "than so many tokens that are not cached.",
+            help="With --prefill-triton: which prompts it gets; 'auto' (the default) compares measured costs, a number "
+            "sends prompts with more uncached tokens than that.",
         ),
     ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
