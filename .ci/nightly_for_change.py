@@ -95,6 +95,7 @@ ROOMS = {
     "gateway/": [
         "tests/gateway",
         "tests/e2e/test_fleet.py",
+        "tests/e2e/test_handover.py",
         "tests/e2e/test_pooling.py",
         "tests/e2e/test_openai_clients.py",
         "tests/clients",

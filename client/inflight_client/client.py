@@ -300,6 +300,10 @@ class AsyncClient(_BaseClient, AsyncPooledCalls):
         """As `Client.stream`, but not awaited: `async for chunk in client.stream(...)`."""
         return AsyncStream(self._request(prompt, messages, input_ids, options), self.retries, self._servers)
 
+    def send(self, request: GenerationRequest) -> AsyncStream:
+        """Send a request that exists, such as `AsyncStream.rest` of another client's stream."""
+        return AsyncStream(request, self.retries, self._servers)
+
     async def generate(
         self,
         prompt: str | None = None,

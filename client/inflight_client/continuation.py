@@ -82,7 +82,7 @@ class Continuation:
 
     def rest(self) -> GenerationRequest:
         """The request for the output that has not arrived."""
-        if not self._any_tokens:
+        if not (self._any_tokens and self.possible):
             return self.request
         sampling = {key: value for key, value in self.request.sampling.items() if key != "prompt_logprobs"}
         open_ids = [None if ended else list(ids or ()) for ended, ids in zip(self._ended, self._token_ids)]

@@ -97,6 +97,13 @@ class _Exchange:
         """Tokens of the prompt; None until a response has told."""
         return self._builder.num_input_tokens
 
+    def rest(self) -> GenerationRequest:
+        """The request for the output that has not arrived, which `send` of another client takes.
+
+        Its `resume_token_ids` are None if nothing has arrived, or if the stream cannot be continued.
+        """
+        return self._continuation.rest()
+
     def result(self) -> GenerationResult:
         """The output so far; the complete answer once the stream has ended."""
         total = self._elapsed() if self._total is None else self._total

@@ -9,6 +9,7 @@ from starlette.requests import Request
 
 from inflight_gateway.body_reader import BodyReader
 from inflight_gateway.errors import APIError
+from inflight_gateway.handover import with_handover
 from inflight_gateway.metrics import Metrics
 from inflight_gateway.model_upstreams import upstream_for
 from inflight_gateway.options import GatewayOptions
@@ -47,7 +48,12 @@ class Gateway:
         self.metrics = Metrics()
         self.beginning: set[object] = set()
         self.bodies = BodyReader(options)
-        self.upstream = upstream or upstream_for(options, self.metrics.routed)
+        self.upstream = upstream or with_handover(
+            options,
+            upstream_for(options, self.metrics.routed),
+            self.metrics.handed_over,
+            self.metrics.continued_after,
+        )
         self.replicas = replicas or Replicas(options, self.upstream)
         self.triton_metrics = TritonMetrics(options.triton_metrics) if options.triton_metrics else None
         self.provider = provider

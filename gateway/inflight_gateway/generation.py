@@ -12,11 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from inflight_client import AsyncStream, GenerationResult, StreamChunk
+from inflight_client import GenerationResult, StreamChunk
 from inflight_client.pooling import Pooled
 from inflight_gateway.errors import APIError, api_error, request_error
 from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.sse import DONE, SSE, Framing, event
+from inflight_gateway.upstream import AnyStream
 
 if TYPE_CHECKING:
     from inflight_gateway.gateway import Gateway
@@ -76,7 +77,7 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._http = http
         self._requests = requests
-        self._streams: list[AsyncStream] = []
+        self._streams: list[AnyStream] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._waiting: list[Piece] = []  # the first chunks, until `deliver`
         self._take: Take | None = None
@@ -201,7 +202,7 @@ class Generation:
     def _is_over(self) -> bool:
         return self._running == 0 or self._error is not None or self._gone
 
-    async def _read(self, index: int, stream: AsyncStream) -> None:
+    async def _read(self, index: int, stream: AnyStream) -> None:
         """Read a stream, and let its chunks be taken.
 
         A step's chunks come in a burst, one of each stream.  First and last chunks of an output go out before the

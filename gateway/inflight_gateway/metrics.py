@@ -86,6 +86,18 @@ class Metrics:
             "Times that another attempt went on behind the output of a stream that was interrupted.",
             registry=own,
         )
+        self._handovers = Counter(
+            "inflight_gateway_handovers",
+            "Requests whose prompt a Triton for prompts was to compute, by outcome.",
+            ["outcome"],
+            registry=own,
+        )
+        self._handover_gap = Histogram(
+            "inflight_gateway_handover_gap_seconds",
+            "From the first token of a Triton for prompts to the next one of the Triton that goes on, in streams.",
+            registry=own,
+            buckets=_SECONDS,
+        )
         # Children are found once: `labels` costs as much as the rest of a count.
         self._first_token_of = functools.cache(self._first_token.labels)
         self._requests_of = functools.cache(self._requests.labels)
@@ -93,6 +105,7 @@ class Metrics:
         self.sent = self._chunks.inc
         self.resumed = self._resumed.inc
         self.broke = self._broken.inc
+        self.continued_after = self._handover_gap.observe
 
     def opened(self) -> None:
         """A request begins to generate."""
@@ -114,6 +127,10 @@ class Metrics:
     def routed(self, triton: str, why: str) -> None:
         """A Triton was chosen for an attempt."""
         self._routed.labels(triton, why).inc()
+
+    def handed_over(self, outcome: str) -> None:
+        """A Triton for prompts has done its part, or another one does all of it."""
+        self._handovers.labels(outcome).inc()
 
     def warned(self, endpoint: str, reason: str) -> None:
         """A response has a warning."""

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from inflight_client import AsyncStream
+from inflight_client.request import GenerationRequest
 from inflight_gateway.errors import APIError, model_not_found
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import AnyUpstream, ServedModel, Upstream, only_model
@@ -45,6 +46,10 @@ class ModelUpstreams:
     def stream(self, **arguments: Any) -> AsyncStream:
         """As `Upstream.stream`."""
         return self._of(arguments["model"]).stream(**arguments)
+
+    def send(self, request: GenerationRequest) -> AsyncStream:
+        """As `Upstream.send`."""
+        return self._of(request.model).send(request)
 
     async def resolve(self, name: str | None) -> ServedModel:
         """As `Upstream.resolve`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -28,6 +29,9 @@ class GatewayOptions:
             ("prefix").
         routing_prefix_tokens: tokens of a prompt that "prefix" uses; four characters of text count as a token.
         routing_load_factor: "prefix" skips a Triton with this multiple of the mean load.
+        prefill_triton: gRPC addresses of Tritons that compute long prompts, and leave the answers to those of `triton`.
+        handover: the prompts for them: those of more than so many tokens that are not cached yet, "auto" (the ones that
+            `handover_policy` expects to pay), or "off"; "": "auto" if there are such Tritons.
         models: names to list; empty: all text models in Triton's repository index.  Requests can name others.
         headers: sent with every call to Triton, such as the key of its management endpoints.
         api_keys: requests must send one of them as `Authorization: Bearer KEY`; empty: no key is needed.
@@ -75,6 +79,8 @@ class GatewayOptions:
     routing: Policy = "ordered"
     routing_prefix_tokens: int = 256
     routing_load_factor: float = 1.25
+    prefill_triton: tuple[str, ...] = ()
+    handover: str = ""
     models: tuple[str, ...] = ()
     headers: Mapping[str, str] = field(default_factory=dict)
     api_keys: tuple[str, ...] = ()
@@ -129,6 +135,7 @@ class GatewayOptions:
         if self.routing != "ordered":
             for addresses in self.triton_groups.values():
                 BoundedRing(addresses, self.routing_load_factor)
+        self._check_handover()
         for key in self.api_keys:
             if not (key.isascii() and key.isprintable() and key and " " not in key):
                 raise ValueError("api_keys: a key must consist of printable ASCII characters without spaces")
@@ -147,6 +154,18 @@ class GatewayOptions:
             raise ValueError(
                 f"triton_metrics={self.triton_metrics!r}: expected a URL such as http://127.0.0.1:8002/metrics"
             )
+
+    def _check_handover(self) -> None:
+        if not re.fullmatch(r"|auto|off|\d{1,9}", self.handover, re.ASCII):
+            raise ValueError(f"handover={self.handover!r}: must be a number of tokens, auto or off")
+        if self.handover not in ("", "off") and not self.prefill_triton:
+            raise ValueError(f"handover={self.handover!r}: name a Triton for prompts, too (prefill_triton), or set off")
+        decoding = {address for addresses in self.triton_groups.values() for address in addresses}
+        for place, address in enumerate(self.prefill_triton):
+            if not address or "=" in address or address in self.prefill_triton[:place]:
+                raise ValueError(f"prefill_triton={address!r}: expected HOST:PORT, each once")
+            if address in decoding:
+                raise ValueError(f"prefill_triton={address!r}: is in triton, too; a Triton computes prompts or answers")
 
     @property
     def triton_groups(self) -> dict[str, tuple[str, ...]]:

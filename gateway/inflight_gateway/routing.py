@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args
 from inflight_client.request import GenerationRequest
 from inflight_gateway.affinity import BoundedRing, Choice, Why, key_of
 
-__all__ = ["POLICIES", "Policy", "Router", "prefix_key"]
+__all__ = ["CHARACTERS", "POLICIES", "Policy", "Router", "leading_text", "prefix_key"]
 
 Policy = Literal["ordered", "round-robin", "least-loaded", "prefix"]
 POLICIES: tuple[str, ...] = get_args(Policy)
 
-_TOKEN = 4  # approximate characters per token
+CHARACTERS = 4  # of a token, about
 _BLOCK = 16  # tokens: fewer are in no prefix cache
 
 
@@ -88,11 +88,12 @@ def prefix_key(request: GenerationRequest, tokens: int) -> str | None:
     if request.input_ids is not None:
         ids = request.input_ids[:tokens]
         return key_of([*group, "ids", *map(str, ids)]) if len(ids) >= _BLOCK else None
-    text = _leading_text(request, tokens * _TOKEN)
-    return key_of([*group, "text", text]) if len(text) >= _BLOCK * _TOKEN else None
+    text = leading_text(request, tokens * CHARACTERS)
+    return key_of([*group, "text", text]) if len(text) >= _BLOCK * CHARACTERS else None
 
 
-def _leading_text(request: GenerationRequest, length: int) -> str:
+def leading_text(request: GenerationRequest, length: int) -> str:
+    """The first characters of a prompt, not yet tokenised; equal for prompts that begin alike."""
     if request.prompt is not None:
         return request.prompt[:length]
     text = ""

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -15,15 +15,19 @@ from inflight_client import (
     AsyncClient,
     AsyncStream,
     DeadlineExceededError,
+    GenerationResult,
     InflightError,
     RetryPolicy,
     ServerUnreachableError,
+    StreamChunk,
 )
+from inflight_client.pooling import Pooled
+from inflight_client.request import GenerationRequest
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found, request_error
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
 
-__all__ = ["AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs", "with_adapters"]
+__all__ = ["AnyStream", "AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs", "with_adapters"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
 _FIRST_DELAY, _MAX_DELAY = 0.1, 2.0  # seconds between attempts to reach a server
@@ -109,10 +113,25 @@ def with_adapters(models: Sequence[ServedModel]) -> list[ServedModel]:
     return found
 
 
+class AnyStream(Protocol):
+    """A request's chunks, from whichever Tritons; members as of `AsyncStream`."""
+
+    pooled: Pooled | None
+
+    @property
+    def resumptions(self) -> int: ...
+    @property
+    def num_input_tokens(self) -> int | None: ...
+    def __aiter__(self) -> AsyncIterator[StreamChunk]: ...
+    def result(self) -> GenerationResult: ...
+    def cancel(self) -> None: ...
+
+
 class AnyUpstream(Protocol):
     """The Tritons behind a gateway, whether they serve the same models or not; methods as of `Upstream`."""
 
-    def stream(self, **arguments: Any) -> AsyncStream: ...
+    def stream(self, **arguments: Any) -> AnyStream: ...
+    def send(self, request: GenerationRequest) -> AnyStream: ...
     async def resolve(self, name: str | None) -> ServedModel: ...
     async def find(self, name: str | None) -> ServedModel: ...
     async def models(self) -> list[ServedModel]: ...
@@ -148,9 +167,15 @@ class Upstream:
 
     def stream(self, **arguments: Any) -> AsyncStream:
         """Send a request; arguments as for `AsyncClient.stream`, with a resolved `model`."""
-        known = self._known.get(arguments["model"])
-        client = self.client if known is None or known[1].is_inflight else self._plain
-        return client.stream(**arguments)
+        return self._client_of(arguments["model"]).stream(**arguments)
+
+    def send(self, request: GenerationRequest) -> AsyncStream:
+        """Send a request for a resolved model."""
+        return self._client_of(request.model).send(request)
+
+    def _client_of(self, model: str) -> AsyncClient:
+        known = self._known.get(model)
+        return self.client if known is None or known[1].is_inflight else self._plain
 
     async def resolve(self, name: str | None) -> ServedModel:
         """The model of a request; None means the only one.  Waits for a server that cannot be reached.

@@ -48,6 +48,7 @@ GROUPS = {
         "frontend_fake_engine",
         "gguf_reload",
         "grouping",
+        "handover",
         "kept_chats",
         "kept_weights",
         "kubernetes",

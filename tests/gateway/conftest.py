@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -18,9 +18,11 @@ from scripted_client import ScriptedClient
 from inflight_gateway.app import build_app
 from inflight_gateway.connections import IDLE_SECONDS, ClientConnection
 from inflight_gateway.gateway import Gateway
+from inflight_gateway.handover import HandoverUpstream, PrefillTriton
+from inflight_gateway.metrics import Metrics
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.replicas import Replicas
-from inflight_gateway.upstream import Upstream
+from inflight_gateway.upstream import AnyUpstream, Upstream
 
 
 class RunningGateway:
@@ -73,12 +75,22 @@ async def running(
     client: ScriptedClient,
     replicas: Mapping[str, ScriptedClient] = MappingProxyType({}),
     tls: tuple[str, str] | None = None,
+    prefills: Sequence[ScriptedClient] = (),
     **options: Any,
 ) -> AsyncIterator[RunningGateway]:
-    """`replicas`: clients of addresses other than `client`.  `tls`: files of a key and a certificate."""
+    """`replicas`: clients of addresses other than `client`.  `tls`: files of a key and a certificate.
+
+    `prefills`: clients of Tritons for prompts; the others continue.
+    """
     chosen = GatewayOptions(**options)
-    upstream = Upstream(chosen, client)
+    upstream: AnyUpstream = Upstream(chosen, client)
+    if prefills:
+        named = [PrefillTriton(f"p{index}:1", Upstream(chosen, one)) for index, one in enumerate(prefills)]
+        metrics = Metrics()
+        upstream = HandoverUpstream(upstream, named, chosen.handover, metrics.handed_over, metrics.continued_after)
     gateway = Gateway(chosen, upstream, Replicas(chosen, upstream, lambda address: replicas.get(address, client)))
+    if prefills:
+        gateway.metrics = metrics
     config = uvicorn.Config(
         build_app(chosen, gateway),
         http=ClientConnection,

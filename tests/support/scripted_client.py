@@ -90,6 +90,7 @@ class ScriptedStream:
         self.request = request
         self.resumptions = 0
         self.pooled: Pooled | None = None
+        self.adapter_digest: str | None = None
         self.cancelled = asyncio.Event()
         self._script = script
         ids = request.input_ids
@@ -133,6 +134,13 @@ class ScriptedStream:
     @property
     def num_input_tokens(self) -> int | None:
         return self._builder.num_input_tokens
+
+    def rest(self) -> GenerationRequest:
+        found = [choice.token_ids for choice in self.result().choices]
+        seeded = {"seed": 1234, **self.request.sampling}
+        return self.request.changed(
+            sampling=seeded, resume_token_ids=found if any(found) else None, adapter_digest=self.adapter_digest
+        )
 
     def result(self) -> GenerationResult:
         return self._builder.build(self.request.request_id, self.request.model, 1, 0.0)
@@ -178,7 +186,9 @@ class ScriptedClient:
         return [stream.request for stream in self.streams]
 
     def stream(self, prompt: Any = None, *, messages: Any = None, input_ids: Any = None, **options: Any) -> Any:
-        request = GenerationRequest.build(prompt, messages, input_ids, options, model="", timeout=None)  # type: ignore[arg-type]
+        return self.send(GenerationRequest.build(prompt, messages, input_ids, options, model="", timeout=None))  # type: ignore[arg-type]
+
+    def send(self, request: GenerationRequest) -> ScriptedStream:
         self.streams.append(ScriptedStream(request, self.answer(request)))
         return self.streams[-1]
 

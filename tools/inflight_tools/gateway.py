@@ -84,6 +84,21 @@ def gateway(
     routing_load_factor: Annotated[
         float, typer.Option(help="With --routing prefix: a Triton with this multiple of the mean load is passed over.")
     ] = 1.25,
+    prefill_triton: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="gRPC address of a Triton that computes long prompts, whose answers --triton generates; repeatable.",
+        ),
+    ] = None,
+    handover: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|TOKENS|off",
+            help="With --prefill-triton: which prompts it gets; 'auto' (the default) compares measured costs, a number "
+            "sends prompts with more uncached tokens than that.",
+        ),
+    ] = "",
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 picks a free one.")] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="Processes; each uses at most one core.")] = 1,
@@ -164,6 +179,8 @@ def gateway(
         routing=routing,
         routing_prefix_tokens=routing_prefix_tokens,
         routing_load_factor=routing_load_factor,
+        prefill_triton=tuple(prefill_triton or ()),
+        handover=handover,
         models=tuple(model or ()),
         headers=admin.grpc_metadata(admin_key),
         api_keys=read_keys(api_key, api_key_file),

@@ -34,6 +34,7 @@ LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answe
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
+_AGAIN = 0.1  # of the time to compute: the rest of an answer asks again, as its KV may still be written
 _EVERY = 8  # of the steps without prompts are learned from
 
 
@@ -45,6 +46,7 @@ class _Visit:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
         until: when computing would have ended.
+        again: until then the tiers are asked anew for extents that none has.
         order: the tiers that are still to be asked.
         asked: the one that is asked, and its answer.
         places: first block of an extent -> the tier that seems to have it.
@@ -56,6 +58,7 @@ class _Visit:
     num_blocks: int
     stop: int
     until: float
+    again: float
     order: Iterator[Tier]
     asked: tuple[Tier, Future[tuple[int, int | None]]] | None = None
     places: dict[int, Tier] = field(default_factory=dict)
@@ -129,7 +132,8 @@ class TierAdmission(EngineListener):
         until = now + min(seconds, _LONGEST_WAIT)
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(num_blocks, len(prefix), until, iter(tiers + tiers[:-1]))
+        is_rest = request.num_given_tokens > request.num_prompt_tokens and not request.num_preemptions
+        visit = _Visit(num_blocks, len(prefix), until, now + is_rest * _AGAIN * seconds, iter(tiers + tiers[:-1]))
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
@@ -189,6 +193,9 @@ class TierAdmission(EngineListener):
             begin = visit.stop // size * size
             if visit.asked is None:
                 tier = next(visit.order, None)
+                if tier is None and self._loads.clock() < visit.again and visit.num_blocks - visit.stop >= size:
+                    visit.order = iter(self._tiers.tiers)
+                    return False
                 if tier is None:
                     break
                 if not (tier.is_open and tier.answers_within(_WORTH * (visit.until - self._loads.clock()))):

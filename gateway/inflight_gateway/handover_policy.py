@@ -1,0 +1,138 @@
+"""Which prompts are computed by a Triton for prompts (`--prefill-triton`).  Pure, no I/O."""
+
+from __future__ import annotations
+
+import statistics
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import takewhile
+
+from inflight_client.request import GenerationRequest
+from inflight_gateway.affinity import key_of
+from inflight_gateway.routing import CHARACTERS, leading_text
+
+__all__ = ["LEAST_TOKENS", "Costs", "Prompt", "Recent", "SentPrefixes", "can_be_handed_over", "pays"]
+
+LEAST_TOKENS = 256  # "auto" hands over no fewer: tiers keep KV in pieces of about this size
+_PIECE = 256  # tokens: prefixes are compared in steps of so many
+_REMEMBERED = 2**16  # pieces, of 4 million tokens; about 10 MB
+_REMEMBERED_SECONDS, _SAMPLES = 60.0, 16
+_LEAST_PATIENCE, _UNMEASURED_PATIENCE = 1.0, 10.0  # seconds
+_PATIENCE = 3.0  # times the usual seconds
+
+
+class Recent:
+    """The median of what was measured lately: of up to 16 values that are at most a minute old."""
+
+    def __init__(self) -> None:
+        self._values: deque[tuple[float, float]] = deque(maxlen=_SAMPLES)
+
+    def add(self, now: float, value: float) -> None:
+        self._values.append((now, value))
+
+    def median(self, now: float) -> float | None:
+        """None if there is no value."""
+        values = [value for time, value in self._values if now - time <= _REMEMBERED_SECONDS]
+        return statistics.median(values) if values else None
+
+
+@dataclass
+class Costs:
+    """The costs of a model's prompts, as this process saw them lately.
+
+    Attributes:
+        alone: seconds a token, for prompts that a Triton of `--triton` computed; queueing included.
+        prefill: the same at the Tritons for prompts.
+        transfer: seconds from the request for the rest of an answer until it began.
+    """
+
+    alone: Recent = field(default_factory=Recent)
+    prefill: Recent = field(default_factory=Recent)
+    transfer: Recent = field(default_factory=Recent)
+
+    def patience(self, now: float, tokens: int) -> float:
+        """Seconds in which a Triton should have computed so many tokens, those before them in its queue included."""
+        each = self.prefill.median(now) or self.alone.median(now)
+        return _UNMEASURED_PATIENCE if each is None else max(_LEAST_PATIENCE, _PATIENCE * each * tokens)
+
+
+def pays(costs: Costs, now: float, tokens: int, queued: int) -> bool:
+    """The rule of "auto" for a prompt.
+
+    Another Triton pays if computing the prompt alone takes longer than to get its KV, and longer than to wait for the
+    prompts before it.  A cost that was not measured lately counts as zero, so the handover is tried, and measured.
+
+    Args:
+        tokens: of the prompt that are likely not cached.
+        queued: tokens of prompts that the Triton for prompts computes now.
+    """
+    each = costs.alone.median(now) or costs.prefill.median(now)
+    if tokens < LEAST_TOKENS or each is None:
+        return tokens >= LEAST_TOKENS
+    waits = queued * (costs.prefill.median(now) or each)
+    return tokens * each > max(waits, costs.transfer.median(now) or 0.0)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a prompt, text estimated at four characters each; `cached` of them are likely cached."""
+
+    tokens: int
+    cached: int
+
+
+class SentPrefixes:
+    """The beginnings of prompts that this process has sent: their KV is likely in a cache or tier.
+
+    Like the prefix cache it distinguishes models, adapters, tenants and salts.
+    """
+
+    def __init__(self) -> None:
+        self._pieces: OrderedDict[bytes, None] = OrderedDict()
+
+    def sent(self, request: GenerationRequest) -> Prompt:
+        """A prompt is about to be sent: what was known of it before."""
+        data, size, tokens = _content(request)
+        pieces = list(_chain(request, data, size))
+        known = sum(1 for _ in takewhile(self._pieces.__contains__, pieces))
+        for piece in pieces:
+            self._pieces[piece] = None
+            self._pieces.move_to_end(piece)
+        while len(self._pieces) > _REMEMBERED:
+            self._pieces.popitem(last=False)
+        return Prompt(tokens, known * _PIECE)
+
+
+def _content(request: GenerationRequest) -> tuple[bytes, int, int]:
+    """A prompt as bytes, bytes of a piece, and tokens of the prompt."""
+    ids = request.input_ids
+    if ids is not None:
+        return array("q", ids).tobytes(), _PIECE * 8, len(ids)
+    text = leading_text(request, 2**62)
+    return text.encode("utf-8", "surrogatepass"), _PIECE * CHARACTERS, len(text) // CHARACTERS
+
+
+def _chain(request: GenerationRequest, data: bytes, size: int) -> Iterator[bytes]:
+    """A hash for each whole piece, which covers what is before it, too."""
+    kind = "text" if request.input_ids is None else "ids"
+    group = [request.model, request.adapter or "", request.tenant or "", request.cache_salt or "", kind]
+    digest = key_of(group).encode()
+    for end in range(size, len(data) + 1, size):
+        digest = blake2b(digest + data[end - size : end], digest_size=16).digest()
+        yield digest
+
+
+def can_be_handed_over(request: GenerationRequest) -> bool:
+    """Whether another Triton can go on behind the first token, and whether there is anything left to do then."""
+    sampling = request.sampling
+    return (
+        request.pooling is None
+        and request.resume_token_ids is None
+        and request.n == 1
+        and sampling.get("prompt_logprobs") is None
+        and sampling.get("max_tokens") not in (1, "1")
+        and sampling.get("output_kind") in (None, 1, "1")
+    )
