@@ -174,7 +174,11 @@ def _accelerate(
     backend: WholeRowAttention,
     device: torch.device,
 ) -> None:
-    """Compute the layers natively and pack other linear layers, on a CPU, unless that makes the result wrong.  Raises LoadError: it is wrong anyway."""
+    """On a CPU, compute the layers natively and pack other linear layers, unless that makes the result wrong.
+
+    Raises:
+        LoadError: it is wrong anyway.
+    """
     if config.native_forward and device.type == "cpu":
         enter_phase("packing the weights")
         undo = attach_native_encoder(_base_of(model), specs)

@@ -21,7 +21,7 @@ from inflight.loading.forward.packed_linear import drop_weights
 
 __all__ = ["attach_native_encoder"]
 
-# Those whose layers are BERT's.  Others have modules of the same names that compute something else (rotary embeddings).
+# The kinds whose layers are those of BERT.  Others have modules of the same names that compute something else (rotary embeddings).
 _LIKE_BERT = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
 _GELU = "GELUActivation"  # by the normal distribution; other kinds have other classes
 
