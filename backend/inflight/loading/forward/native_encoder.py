@@ -21,7 +21,7 @@ from inflight.loading.forward.packed_linear import drop_weights
 
 __all__ = ["attach_native_encoder"]
 
-# The kinds whose layers are those of BERT.  Others have modules of the same names that compute something else (rotary embeddings).
+# Layers like those of BERT.  Other kinds have modules of the same names, with rotary embeddings.
 _LIKE_BERT = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
 _GELU = "GELUActivation"  # by the normal distribution; other kinds have other classes
 
