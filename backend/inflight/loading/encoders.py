@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from inflight.attention.base import LayerSpec
 from inflight.attention.whole_rows import WholeRowAttention
 from inflight.config import ConfigError, EngineConfig
 from inflight.load_phases import enter_phase
@@ -29,6 +30,7 @@ from inflight.loading.forward.encoder_pass import (
     first_position,
     has_relative_bias,
 )
+from inflight.loading.forward.native_encoder import attach_native_encoder
 from inflight.loading.forward.packed_linear import pack_linears
 from inflight.loading.forward.rotary import kinds_of
 from inflight.loading.load_errors import LoadError
@@ -84,7 +86,7 @@ def load_encoder(config: EngineConfig, hf_config: Any) -> LoadedModel:
         check = EncoderCheck.of(model, base, prompts, head and _reader(hf_config), device)
     if has_relative_bias(base):
         attach_relative_bias(base)
-    _accelerate(model, config, check, forward, backend, device)
+    _accelerate(model, [spec for _, spec in probed], config, check, forward, backend, device)
     loaded = LoadedModel(config, model, backend, layers, info, device, dtype, start, hooks=[forward])
     loaded.forward = forward
     loaded.finish()
@@ -165,15 +167,24 @@ def _check_layers(hf_config: Any, base: nn.Module, found: int) -> None:
 
 def _accelerate(
     model: nn.Module,
+    specs: list[LayerSpec],
     config: EngineConfig,
     check: EncoderCheck | None,
     forward: EncoderPass,
     backend: WholeRowAttention,
     device: torch.device,
 ) -> None:
-    """Pack the linear layers, on a CPU, unless that makes the result wrong.  Raises LoadError: it is wrong anyway."""
+    """On a CPU, compute the layers natively and pack other linear layers, unless that makes the result wrong.
+
+    Raises:
+        LoadError: it is wrong anyway.
+    """
     if config.native_forward and device.type == "cpu":
         enter_phase("packing the weights")
+        undo = attach_native_encoder(_base_of(model), specs)
+        if undo is not None and check is not None and not check.passes(forward, backend, config.block_size):
+            undo()
+            _log.warning("%s runs on transformers' layers: the native ones compute others", type(model).__name__)
         undo = pack_linears(model)
         if undo is not None and check is not None and not check.passes(forward, backend, config.block_size):
             undo()

@@ -24,6 +24,8 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.request.pooled_request import void_params
+from inflight.kernels.cpu.cpu_encoder import encode
+from inflight.loading.forward import native_encoder
 from inflight.loading.load_errors import LoadError
 
 KINDS = ["mean", "cls", "last"] * 2
@@ -71,6 +73,30 @@ def test_vectors_equal_transformers(model_type: str, tmp_path: Path) -> None:
         if model_type != "modernbert" or len(prompt) > 1:
             assert by_itself[message.request_id].tobytes() == found.tobytes()
     assert core.pool.num_used == 0
+
+
+@pytest.mark.parametrize("model_type", ["bert", "distilbert", "roberta"])
+def test_native_layers_over_several_tiles_of_keys(
+    model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps in which threads take chunks of tokens, and prompts longer than a chunk of the attention kernel."""
+    calls: list[int] = []
+    monkeypatch.setattr(
+        native_encoder,
+        "encode",
+        lambda tables, starts, hidden: (calls.append(len(hidden)), encode(tables, starts, hidden)),
+    )
+    path = make_encoder(model_type, tmp_path, max_position_embeddings=700, initializer_range=0.1)
+    model, rng = reference(path), np.random.default_rng(1)
+    prompts = [rng.integers(4, ENCODER_VOCAB, length).tolist() for length in (600, 257, 16, 1, 96)]
+    core = make_core(path, max_num_batched_tokens=1024)
+    calls.clear()
+    together, _ = vectors_of(core, [pooled(i, prompt, "mean") for i, prompt in enumerate(prompts)])
+    assert calls == [970]
+    for i, prompt in enumerate(prompts):
+        np.testing.assert_allclose(together[i], alone(model, prompt, "mean"), rtol=1e-5, atol=1e-6)
+        by_itself, _ = vectors_of(core, [pooled(i, prompt, "mean")])
+        assert by_itself[i].tobytes() == together[i].tobytes()
 
 
 @pytest.mark.parametrize("model_type", CLASSIFIERS)
@@ -249,10 +275,16 @@ class TestTheCheck:
         ):
             make_core(make_encoder("eurobert", tmp_path, labels=["a", "b"]))
 
-    def test_attention_that_is_wrong_is_refused(self, bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_native_layers_that_are_wrong_are_left_out(self, bert: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("inflight.loading.forward.native_encoder.encode", lambda *_: None)
+        (prompt, *_), model = prompts_of(), reference(bert)
+        found, _ = vectors_of(make_core(bert), [pooled(0, prompt, "mean")])
+        np.testing.assert_allclose(found[0], alone(model, prompt, "mean"), rtol=1e-5, atol=1e-6)
+
+    def test_attention_that_is_wrong_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("inflight.attention.whole_rows._window", lambda n, *_: torch.ones(n, n).tril().bool())
         with pytest.raises(LoadError, match="differ by"):
-            make_core(bert)
+            make_core(make_encoder("modernbert", tmp_path))
 
     def test_weights_that_are_not_numbers_are_refused(self, tmp_path: Path, bert: str) -> None:
         tensors = load_file(f"{bert}/model.safetensors")

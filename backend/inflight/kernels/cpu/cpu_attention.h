@@ -54,6 +54,7 @@ struct Layer {
   int32_t sliding_window;  // number of tokens a token attends to, including itself; 0: no limit
   float scaling;           // > 0
   float softcap;           // 0: none
+  int32_t both_ways;       // whether a token attends to those behind it, too: to its whole request, without a window
 
   int group_size() const { return num_heads / num_kv_heads; }
   bool packed() const { return block_size % kGroup == 0; }
@@ -119,6 +120,7 @@ struct Span {
 inline Span visible_keys(const Call& call, int32_t request, int32_t first_query, int32_t num_queries) {
   const int32_t* query_start_loc = call.batch->query_start_loc + request;
   const int32_t first = call.batch->seq_lens[request] - (query_start_loc[1] - query_start_loc[0]) + first_query;
+  if (call.layer->both_ways) return {0, call.batch->seq_lens[request]};
   const int32_t window = call.layer->sliding_window;
   return {window > 0 && first >= window ? first - window + 1 : 0, first + num_queries};
 }

@@ -37,6 +37,7 @@ class _Layer(ctypes.Structure):
         ("sliding_window", c_int32),
         ("scaling", c_float),
         ("softcap", c_float),
+        ("both_ways", c_int32),
     ]
 
 

@@ -53,6 +53,7 @@ class ItemKernel {
     const int32_t query_len = query_start_loc[1] - query_start_loc[0];
     first_token_ = query_start_loc[0] + item.first_query;
     first_position_ = call.batch->seq_lens[item.request] - query_len + item.first_query;
+    end_position_ = layer_.both_ways ? call.batch->seq_lens[item.request] : 0;
     blocks_ = call.batch->block_table + item.request * call.batch->block_table_stride;
     scale_ = layer_.softcap > 0 ? kLog2e : layer_.scaling * kLog2e;
     state_floats_ = partial_floats(layer_, rows_);
@@ -262,7 +263,8 @@ class ItemKernel {
   // from ahead[group] + offset.
   void softmax(int row, int start, int begin, int end, const char* const* ahead, int64_t offset, State& state) {
     const int position = first_position_ + row / group_;
-    const int behind = position + 1 - start, before = layer_.sliding_window > 0 ? behind - layer_.sliding_window : 0;
+    const int behind = (layer_.both_ways ? end_position_ : position + 1) - start;
+    const int before = layer_.sliding_window > 0 ? behind - layer_.sliding_window : 0;
     const int first = before > begin ? before : begin, last = behind < end ? behind : end;
     float* scores = scores_ + int64_t(row) * kTile;
     Elem* weights = weights_ + int64_t(row) * kTile;
@@ -350,7 +352,7 @@ class ItemKernel {
   const Layer& layer_;
   const Item& item_;
   const int group_, rows_;
-  int first_token_, first_position_;
+  int first_token_, first_position_, end_position_;
   const int32_t* blocks_;
   int64_t state_floats_, query_elems_;  // per head
   float scale_;  // converts a score to the base-2 logarithm of its weight

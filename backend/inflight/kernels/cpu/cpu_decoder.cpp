@@ -23,16 +23,6 @@ constexpr int64_t kChunkRows = 96;
 // Up to this many elements, each thread normalises or quantizes all rows itself instead of waiting for others.
 constexpr int64_t kAloneElements = 1 << 15;
 
-// Divide the work among the team, or do all of it on this thread if `team` is null.
-template <class Function>
-void each(Team* team, int64_t count, Function function) {
-  if (team != nullptr) {
-    team->each(count, function);
-  } else if (count > 0) {
-    function(int64_t(0), count);
-  }
-}
-
 // Buffers between two attentions: of one thread, or of the team in a short step.
 struct Scratch {
   char* normed;  // [rows, hidden_size] activations
@@ -86,20 +76,6 @@ void multiply(Team* team, const Linear& linear, const Matrix& x, Result result, 
 int64_t quantized_bytes(int64_t rows, int64_t size) {
   return padded(rows * size, 64) + rows * ((size + kFinestGroup - 1) / kFinestGroup) * int64_t(sizeof(GroupSums));
 }
-
-class Arena {
- public:
-  explicit Arena(char* memory) : at_(memory) {}
-  char* take(int64_t bytes) {
-    char* result = at_;
-    at_ += padded(bytes, 64);
-    return result;
-  }
-  const char* end() const { return at_; }
-
- private:
-  char* at_;
-};
 
 class Pass {
  public:

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cpu_expand.h"
+#include "cpu_gelu.h"
 #include "cpu_ops.h"
 #include "cpu_simd.h"
 
@@ -136,6 +137,7 @@ inline void finish_block(const Linear& linear, const Block& block, const Result&
       float* floats = reinterpret_cast<float*>(result.data) + at;
       switch (result.into) {
         case Into::kActivations: store_activations(result.data, result.dtype, at, value, count); break;
+        case Into::kGelu: store_activations(result.data, result.dtype, at, gelu(value), count); break;
         case Into::kFloats: store_some(floats, value * result.factor, count); break;
         case Into::kResidual: store_some(floats, load_some(floats, count) + value * result.factor, count);
       }

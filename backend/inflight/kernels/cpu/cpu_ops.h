@@ -125,8 +125,8 @@ struct Delta {
   const float* inner;
 };
 
-// Destination of a product: rows of activations, rows of float32, or added to rows of float32.
-enum class Into : int32_t { kActivations, kFloats, kResidual };
+// Destination of a product: rows of activations, rows of float32, added to rows of float32, or their GELU as activations.
+enum class Into : int32_t { kActivations, kFloats, kResidual, kGelu };
 
 struct Result {
   Into into;
@@ -227,6 +227,8 @@ struct OpsKernels {
                        float* minimum);
   // RMS norm from rows of float32 to rows of activations; both are contiguous.
   void (*norm)(const float* x, int64_t rows, int64_t size, const float* weight, float eps, char* out, int32_t dtype);
+  // Layer norm of contiguous rows, in place.
+  void (*layer_norm)(float* x, int64_t rows, int64_t size, const float* weight, const float* shift, float eps);
   // Norm and rotation of one token's query and key heads, in place in its row of the merged projection.
   void (*place)(const Decoder& decoder, const DecoderLayer& layer, Angles angles, char* row, int32_t dtype);
   void (*to_floats)(const char* from, int32_t dtype, float factor, float* to, int64_t count);

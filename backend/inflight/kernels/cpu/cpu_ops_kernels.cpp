@@ -166,6 +166,22 @@ void norm(const float* x, int64_t rows, int64_t size, const float* weight, float
   norm_rows(x, rows, size, weight, eps, reinterpret_cast<float*>(out));
 }
 
+// Summed like sum_of_squares: a row's result depends on nothing but the row.
+void layer_norm(float* x, int64_t rows, int64_t size, const float* weight, const float* shift, float eps) {
+  for (int64_t row = 0; row < rows; ++row, x += size) {
+    Vec sum = {};
+    for (int64_t i = 0; i < size; i += kLanes) sum += load_some(x + i, size - i);
+    const Vec mean = splat(reduce_add(sum) / float(size));
+    for (int64_t i = 0; i < size; i += kLanes) store_some(x + i, load_some(x + i, size - i) - mean, size - i);
+    const Vec scale = splat(1.0f / std::sqrt(sum_of_squares(x, size) / float(size) + eps));
+    for (int64_t i = 0; i < size; i += kLanes) {
+      const int64_t count = size - i;
+      store_some(x + i, load_some(x + i, count) * scale * load_some(weight + i, count) + load_some(shift + i, count),
+                 count);
+    }
+  }
+}
+
 void rotate(float* x, int half, Angles angles) {
   for (int i = 0; i < half; i += kLanes) {
     const int64_t count = half - i;
@@ -207,7 +223,7 @@ void from_floats(const float* from, int32_t dtype, char* to, int64_t count) { ro
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
 extern const OpsKernels ops_kernels;
 const OpsKernels ops_kernels = {
-    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, choose_codes, norm, place, to_floats,
+    INFLIGHT_STRING(INFLIGHT_ISA), activation_dtype, multiply, quantize, choose_codes, norm, layer_norm, place, to_floats,
     from_floats};
 
 }  // namespace INFLIGHT_ISA

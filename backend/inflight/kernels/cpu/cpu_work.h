@@ -81,4 +81,29 @@ class Team {
   alignas(64) std::atomic<uint32_t> phase_{0};
 };
 
+// Divide the work among the team, or do all of it on this thread if `team` is null.
+template <class Function>
+void each(Team* team, int64_t count, Function function) {
+  if (team != nullptr) {
+    team->each(count, function);
+  } else if (count > 0) {
+    function(int64_t(0), count);
+  }
+}
+
+// Pieces of a block of memory, each at a multiple of 64 bytes; of a null pointer: how many bytes they need.
+class Arena {
+ public:
+  explicit Arena(char* memory) : at_(memory) {}
+  char* take(int64_t bytes) {
+    char* result = at_;
+    at_ += padded(bytes, 64);
+    return result;
+  }
+  const char* end() const { return at_; }
+
+ private:
+  char* at_;
+};
+
 }  // namespace inflight

@@ -1,0 +1,143 @@
+"""The layers of BERT and its relatives by the native kernel, in float32: `cpu_encoder.cpp`.
+
+Embeddings, poolers and heads stay transformers' own modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from inflight.attention.base import LayerSpec, current_batch
+from inflight.kernels.cpu.cpu_encoder import EncoderLayerTables, EncoderTables, encode
+from inflight.kernels.cpu.cpu_linear import PackedWeight
+from inflight.kernels.cpu.library import unavailable
+from inflight.loading.forward.packed_linear import drop_weights
+
+__all__ = ["attach_native_encoder"]
+
+# Layers like those of BERT.  Other kinds have modules of the same names, with rotary embeddings.
+_LIKE_BERT = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
+_GELU = "GELUActivation"  # by the normal distribution; other kinds have other classes
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """The modules of a layer."""
+
+    qkv: Sequence[Any]
+    output: Any
+    up: Any
+    down: Any
+    norms: Sequence[Any]
+    activation: nn.Module
+
+    @property
+    def linears(self) -> list[Any]:
+        return [*self.qkv, self.output, self.up, self.down]
+
+
+def attach_native_encoder(base: Any, specs: Sequence[LayerSpec]) -> Callable[[], None] | None:
+    """Let `base`, which is on a CPU with attention attached, compute its layers natively.
+
+    The layers' weights are packed, and freed.
+
+    Returns:
+        A function that restores everything, or None if the kernel cannot compute this model.
+    """
+    found = _layers_of(base)
+    if found is None or unavailable() is not None:
+        return None
+    module, layers = found
+    if not layers or len(layers) != len(specs) or not all(map(_is_supported, layers, specs)):
+        return None
+    if len({norm.eps for layer in layers for norm in layer.norms}) > 1 or len({spec.scaling for spec in specs}) > 1:
+        return None
+    undone: list[Callable[[], None]] = []
+
+    def pack(*linears: Any) -> PackedWeight:
+        packed = PackedWeight([linear.weight for linear in linears], [linear.bias for linear in linears])
+        undone.append(drop_weights(list(linears), packed, set()))
+        return packed
+
+    tables = EncoderTables(
+        [_tables(layer, pack) for layer in layers], specs[0].num_heads, specs[0].scaling, layers[0].norms[0].eps
+    )
+
+    def forward(hidden_states: Tensor, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        """hidden_states float32 [1, T, H], of the embeddings, which nothing else reads: replaced in place."""
+        hidden = hidden_states[0].contiguous()
+        encode(tables, current_batch().query_start_loc, hidden)
+        return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])  # type: ignore[arg-type]
+
+    module.forward = forward
+
+    def undo() -> None:
+        del module.forward
+        for restore in undone:
+            restore()
+
+    return undo
+
+
+def _layers_of(base: Any) -> tuple[Any, list[_Layer]] | None:
+    """The module that runs all layers, and their modules; None: not such a model."""
+    kind = base.config.model_type
+    if kind in _LIKE_BERT:
+        return base.encoder, [_like_bert(layer) for layer in base.encoder.layer]
+    if kind == "distilbert":
+        return base.transformer, [_like_distilbert(layer) for layer in base.transformer.layer]
+    return None
+
+
+def _like_bert(layer: Any) -> _Layer:
+    attention, middle, output = layer.attention, layer.intermediate, layer.output
+    return _Layer(
+        (attention.self.query, attention.self.key, attention.self.value),
+        attention.output.dense,
+        middle.dense,
+        output.dense,
+        (attention.output.LayerNorm, output.LayerNorm),
+        middle.intermediate_act_fn,
+    )
+
+
+def _like_distilbert(layer: Any) -> _Layer:
+    attention, mlp = layer.attention, layer.ffn
+    return _Layer(
+        (attention.q_lin, attention.k_lin, attention.v_lin),
+        attention.out_lin,
+        mlp.lin1,
+        mlp.lin2,
+        (layer.sa_layer_norm, layer.output_layer_norm),
+        mlp.activation,
+    )
+
+
+def _is_supported(layer: _Layer, spec: LayerSpec) -> bool:
+    size = layer.output.in_features
+    return (
+        all(type(linear) is nn.Linear and linear.weight.dtype == torch.float32 for linear in layer.linears)
+        and all(linear.in_features == linear.out_features == size for linear in (*layer.qkv, layer.output))
+        and (layer.up.in_features, layer.up.out_features) == (size, layer.down.in_features)
+        and layer.down.out_features == size
+        and type(layer.activation).__name__ == _GELU
+        and spec.sliding_window is None
+        and spec.num_kv_heads * spec.key_head_size == size
+        and spec.key_head_size % 8 == 0
+    )
+
+
+def _tables(layer: _Layer, pack: Callable[..., PackedWeight]) -> EncoderLayerTables:
+    return EncoderLayerTables(
+        qkv=pack(*layer.qkv),
+        output=pack(layer.output),
+        up=pack(layer.up),
+        down=pack(layer.down),
+        norms=[tensor.data for norm in layer.norms for tensor in (norm.weight, norm.bias)],
+    )
