@@ -67,6 +67,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "preemption_mode": {"swap_space": 1, "preemption_mode": "swap"},
     "enable_prefix_caching": {"enable_prefix_caching": False},
     "kv_tiers": {"kv_tiers": [{"type": "host", "size": "1MiB"}]},
+    "kv_listen": {"kv_tiers": [{"type": "host", "size": "1MiB"}], "kv_listen": "127.0.0.1:7091"},
     "kv_store_secret_file": {"kv_store_secret_file": str(Path(__file__))},
     "attention_backend": {"attention_backend": "reference"},
     "kernel_config": {"kernel_config": {"split_k": True}},

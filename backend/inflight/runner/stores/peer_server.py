@@ -109,7 +109,8 @@ class PeerServer:
                 self._loop.run_until_complete(self._main)
             for task in self._tasks:
                 task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*self._tasks, return_exceptions=True))
+            if self._tasks:
+                self._loop.run_until_complete(asyncio.wait(self._tasks))
         finally:
             self._loop.close()
 
