@@ -16,6 +16,7 @@ tokens that such a read meets, and the others.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import statistics
@@ -75,7 +76,7 @@ def gaps_of_streams(core: Any) -> list[tuple[float, float]]:
     while core.has_work:
         run_a_step(core)
         ends.append(time.perf_counter())
-    return list(zip(ends, ends[1:]))
+    return list(itertools.pairwise(ends))
 
 
 class FirstEngine:

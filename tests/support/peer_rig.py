@@ -1,4 +1,4 @@
-"""An engine's host memory that others read, without an engine: in this process, or in one that is stopped and killed."""
+"""An engine's host memory that others read, without the engine: in this process, or in one that can be killed."""
 
 from __future__ import annotations
 

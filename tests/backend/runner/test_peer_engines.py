@@ -99,13 +99,6 @@ def test_a_secret_that_differs_and_weights_that_differ_are_a_miss(folder: str, p
             assert said(taker, prompt()) == [(expected, 0)]
 
 
-def test_tenants_do_not_meet(folder: str, port: int) -> None:
-    with first(folder, port) as giver, second(folder, port) as taker:
-        sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-        giver.generate([{"prompt_token_ids": prompt(), "cache_salt": "a"}], sampling)
-        assert said(taker, prompt())[0][1] == 0
-
-
 def test_the_engine_that_is_read_ends_and_comes_back(folder: str, port: int) -> None:
     expected = [greedy_reference(folder, [prompt(seed)], [12]) for seed in range(3)]
     with second(folder, port) as taker:
@@ -144,7 +137,7 @@ def test_a_port_that_another_engine_has_is_taken_when_it_is_free(folder: str, po
 
 
 def test_a_model_that_cannot_be_loaded_leaves_the_port(folder: str, port: int) -> None:
-    with pytest.raises(Exception, match="num_gpu_blocks_override|blocks"):
+    with pytest.raises(Exception, match="blocks"):
         first(folder, port, num_gpu_blocks_override=1, max_model_len=512)
     with first(folder, port) as giver, second(folder, port) as taker:
         said(giver, prompt(), count=1)
