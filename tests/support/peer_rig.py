@@ -20,7 +20,7 @@ from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.peer_server import PeerServer
 from inflight.runner.stores.peer_store import PeerStore
 
-__all__ = ["NAMESPACE", "SIZE", "PeerProcess", "PeerRig", "readable"]
+__all__ = ["NAMESPACE", "SIZE", "PeerProcess", "PeerRig", "readable", "wait_until_it_listens"]
 
 NAMESPACE = bytes(range(16))
 SIZE = 2**20
