@@ -236,7 +236,7 @@ class PeerServer:
 
     @contextlib.contextmanager
     def _ended_after(self, client: socket.socket, seconds: float) -> Iterator[None]:
-        """Whatever waits for the client fails then."""
+        """Sends and reads of this client fail then."""
         timer = self._loop.call_later(seconds, _end, client)
         try:
             yield

@@ -250,7 +250,7 @@ class _Connection:
 
     @contextlib.contextmanager
     def _said(self) -> Iterator[None]:
-        """Errors say whose they are."""
+        """Errors name the engine."""
         try:
             yield
         except TimeoutError:

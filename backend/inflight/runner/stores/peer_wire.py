@@ -1,4 +1,4 @@
-"""What two engines say to each other when one reads the host memory of the other.  No torch.
+"""The messages of an engine that reads the host memory of another one.  No torch.
 
     reader                          server
                               <--   Challenge{version, nonce}
@@ -10,8 +10,8 @@
                               <--   Extent{size}, then so many bytes: seal and blocks; 0: it does not have it
 
 A message is its length, 4 bytes with the highest first, and a MessagePack array.  Each question has one answer.
-Both sides prove that they know the secret (HMAC-SHA-256 of both nonces), so neither an answer nor a question comes from
-someone else, as long as nobody changes the connection on its way.  Nothing is encrypted.  Extents have seals, which
+Both sides prove that they know the secret (HMAC-SHA-256 of both nonces), so a process without it can neither ask nor
+answer, unless it can change what is on its way.  Nothing is encrypted.  Extents have seals, which
 are keyed with the same secret.
 """
 
