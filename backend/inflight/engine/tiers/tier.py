@@ -69,7 +69,7 @@ class Tier:
         load_seconds, num_loaded: of the extents that were read and verified.
         extent_cpu_seconds: that the last of them took, smoothed.
         num_stored, num_dropped: extents that it took, or for which too many others waited.
-        queued: keys of those that it is about to take.
+        queued: keys of extents whose writes wait or run.
     """
 
     def __init__(

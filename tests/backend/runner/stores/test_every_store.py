@@ -37,7 +37,7 @@ def lmcache_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCache
 
 
 class WrittenPeer(PeerStore):
-    """What is stored is stored by the engine that it reads."""
+    """A peer whose engine stores as the test says."""
 
     def __init__(self) -> None:
         self._rig = PeerRig(bytes.fromhex(NAMESPACE))

@@ -290,7 +290,7 @@ def greeted(rig: PeerRig) -> socket.socket:
 
 
 def rest_of(client: socket.socket) -> bytes:
-    """What still comes until the engine hangs up."""
+    """The bytes that come until the engine hangs up."""
     found = b""
     try:
         while part := client.recv(4096):
