@@ -181,6 +181,8 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             than computing it, also by another engine; outputs are the same. See docs/memory.md.
         kv_store_secret_file: file with a secret of at least 16 bytes, the same for all engines that share a tier. KV in
             a tier is then signed, and its names tell nothing about prompts.
+        kv_listen: "host:port" at which other engines may read this one's tier of type "host". Needs
+            `kv_store_secret_file`, unless the host is 127.0.0.1 or another loopback address.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         kernel_config: kernels that are off until a card has measured them; keys in docs/gpu.md, "Switches".
@@ -297,6 +299,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
     enable_prefix_caching: bool = True
     kv_tiers: list[KVTier] = []
     kv_store_secret_file: str | None = None
+    kv_listen: str | None = None
     attention_backend: str = "auto"
     kernel_config: KernelConfig = KernelConfig()
     max_queue_size: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 1024

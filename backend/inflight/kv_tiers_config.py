@@ -10,9 +10,9 @@ from msgspec import Meta
 
 __all__ = ["KVTier"]
 
-_Kind = Literal["host", "disk", "redis", "lmcache"]
-_PLACE = {"disk": "path", "redis": "url", "lmcache": "url"}
-_LMCACHE_URL = re.compile(r"tcp://([^/:@\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
+_Kind = Literal["host", "disk", "redis", "lmcache", "peer"]
+_PLACE = {"disk": "path", "redis": "url", "lmcache": "url", "peer": "url"}
+_TCP_URL = re.compile(r"tcp://([^/:@\s]+|\[[0-9a-fA-F:.]+\]):\d{1,5}")
 
 
 class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,11 +20,12 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     Attributes:
         type: "host": memory of the engine process; "disk": files in a folder, which engines can share; "redis": a
-            server, which engines can share; "lmcache": LMCache's multiprocess server on this machine, with its media.
+            server, which engines can share; "lmcache": LMCache's multiprocess server on this machine, with its media;
+            "peer": the host memory of another engine, at its `kv_listen`. It is read, and never written.
         size: bytes, or a string ("4GiB"), that it may take; what was not used for longest goes first. Required for
             "host" and "disk"; a server has a limit of its own (Redis: `maxmemory`, LMCache: `--l1-size-gb`).
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
-        url: of "redis": redis://, rediss:// or unix://; of "lmcache": tcp://host:port.
+        url: of "redis": redis://, rediss:// or unix://; of "lmcache" and "peer": tcp://host:port.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
             only extents computed for the second time, not found, for a medium that wears out.
@@ -50,5 +51,5 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ValueError(f'type="{self.type}" has no password_file; remove it')
         if self.type == "redis" and not (self.url or "").startswith(("redis://", "rediss://", "unix://")):
             raise ValueError("url must start with redis://, rediss:// or unix://")  # it can contain a password
-        if self.type == "lmcache" and not _LMCACHE_URL.fullmatch(self.url or ""):
+        if self.type in ("lmcache", "peer") and not _TCP_URL.fullmatch(self.url or ""):
             raise ValueError(f"url={self.url!r} is not like tcp://127.0.0.1:5555")

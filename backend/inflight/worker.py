@@ -265,7 +265,7 @@ def _run_a_token(config: EngineConfig) -> None:
     from inflight.engine.assembly import make_core
     from inflight.runner.pipeline import make_runner
 
-    config = msgspec.structs.replace(config, kv_tiers=[])  # what connects is no process that waits
+    config = msgspec.structs.replace(config, kv_tiers=[], kv_listen=None)  # what connects is no process that waits
     core = make_core(config, make_runner(config), listeners=[])
     core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
     while core.has_work:

@@ -68,6 +68,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "enable_prefix_caching": {"enable_prefix_caching": False},
     "kv_tiers": {"kv_tiers": [{"type": "host", "size": "1MiB"}]},
     "kv_store_secret_file": {"kv_store_secret_file": str(Path(__file__))},
+    "kv_listen": {"kv_tiers": [{"type": "host", "size": "1MiB"}], "kv_listen": "127.0.0.1:7091"},
     "attention_backend": {"attention_backend": "reference"},
     "kernel_config": {"kernel_config": {"split_k": True}},
     "max_queue_size": {"max_queue_size": 5},

@@ -11,7 +11,7 @@ from lmcache_rig import LMCacheServer
 from model_entries import CHECKPOINT, loaded
 from offline import make_core, run, tokens
 from processes_of import engine_process
-from redis_rig import RedisServer, needs_redis
+from redis_rig import RedisServer, free_port, needs_redis
 from small_disk import can_only_be_read, small_disk
 from tier_load import CANARY, OUTPUT, TierLoad, conversation
 from typer.testing import CliRunner
@@ -191,6 +191,34 @@ def test_a_redis_that_stops_and_dies_under_load_fails_no_request(
             serve("killed")
             with RedisServer(tmp_path, port=redis.port):
                 serve("another server")
+
+
+@pytest.mark.nightly
+def test_one_engine_continues_what_another_one_has_computed(triton: TritonServer, expected: Expected) -> None:
+    """Its prompts come from the first engine's host memory; which is then stopped, goes on, and is killed."""
+    address = f"127.0.0.1:{free_port()}"
+    first = {"kv_tiers": [{"type": "host", "size": "64MiB"}], "kv_listen": address}
+    second = {"kv_tiers": [{"type": "peer", "url": f"tcp://{address}"}], "kv_cache_memory": "8MiB"}
+    with loaded(triton, first=first, second=second):
+        for seed in range(_ATTEMPTS):
+            assert say(triton, "first", seed) == {seed: expected[seed]}
+            assert say(triton, "second", seed) == {seed: expected[seed]}
+            if hits := count(triton, "second", "vllm:external_prefix_cache_hits_total"):
+                break
+        assert hits >= LENGTH // 256 * 256
+        assert count(triton, "second", "inflight_kv_tier_load_seconds_count") >= LENGTH // 256
+        found = CliRunner().invoke(app, ["status", "--model", "second", "--url", triton.grpc_address])
+        assert "peer: " in found.output, found.output
+        assert say(triton, "first", 3, 4, 5, 6) == {seed: expected[seed] for seed in (3, 4, 5, 6)}
+        engine = engine_process(triton, "first")
+        engine.suspend()
+        assert say(triton, "second", 3, 4) == {seed: expected[seed] for seed in (3, 4)}
+        engine.resume()
+        assert say(triton, "second", 5) == {5: expected[5]}
+        engine.kill()
+        assert say(triton, "second", 3, 4, 6) == {seed: expected[seed] for seed in (3, 4, 6)}
+        assert say(triton, "first", 7) == {7: expected[7]}
+        assert say(triton, "second", 7) == {7: expected[7]}
 
 
 @pytest.mark.nightly

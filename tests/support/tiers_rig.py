@@ -189,7 +189,7 @@ class TieredRig:
         seal = Seal(NAMESPACE, secret)
         cpu_clock = itertools.count(0, cpu_seconds).__next__
         made = [
-            LateTier(f"tier{n}", one, seal, self.hand.made, second, self.clock, cpu_clock)
+            LateTier(f"tier{n}", one, seal, self.hand.made, "second" if second else "all", self.clock, cpu_clock)
             for n, one in enumerate(stores)
         ]
         for tier in made:

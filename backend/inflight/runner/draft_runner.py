@@ -55,6 +55,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         num_gpu_blocks_override=None,
         swap_space=0,
         kv_tiers=[],
+        kv_listen=None,
         preemption_mode="recompute",
         async_scheduling=False,
         itl_target_ms=None,

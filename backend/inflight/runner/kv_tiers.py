@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
+from typing import cast
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.tiers.base import KVBlocks
@@ -14,7 +17,10 @@ from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.saved.kv_identity import kv_namespace
 from inflight.runner.block_io import PoolBlocks
 from inflight.runner.staged_blocks import StagedBlocks
+from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.make_store import make_store
+from inflight.runner.stores.peer_address import expect_private, host_and_port
+from inflight.runner.stores.peer_server import PeerServer
 from inflight.runner.tier_threads import TierThreads
 
 __all__ = ["make_tiers"]
@@ -30,6 +36,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     Raises:
         LoadError, ConfigError: a tier cannot be used.
     """
+    expect_private(config)
     if not config.kv_tiers:
         return None
     secret = b"" if config.kv_store_secret_file is None else _secret(Path(config.kv_store_secret_file).expanduser())
@@ -37,14 +44,33 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     seal = Seal(kv_namespace(config, loaded.info.attention_backend, loaded.info.dtype, caches), secret)
     namespace = seal.namespace.hex()
     tiers, count = [], Counter[str]()
-    for options in config.kv_tiers:
+    stores = [make_store(options, namespace, secret) for options in config.kv_tiers]
+    for options, store in zip(config.kv_tiers, stores):
         count[options.type] += 1
         name = options.type if count[options.type] == 1 else f"{options.type}-{count[options.type]}"
-        tiers.append(Tier(name, make_store(options, namespace), seal, TierThreads, options.write == "second"))
+        tiers.append(Tier(name, store, seal, TierThreads, "none" if options.type == "peer" else options.write))
     if loaded.device.type == "cpu":
-        return Tiers(tiers, PoolBlocks(caches), seal)
-    blocks: KVBlocks = StagedBlocks(loaded.layers, len(tiers) * MOST_IN_HAND)
-    return Tiers(tiers, blocks, seal, on_cores=False)
+        made = Tiers(tiers, PoolBlocks(caches), seal)
+    else:
+        blocks: KVBlocks = StagedBlocks(loaded.layers, len(tiers) * MOST_IN_HAND)
+        made = Tiers(tiers, blocks, seal, on_cores=False)
+    if config.kv_listen is not None:
+        served = next(index for index, options in enumerate(config.kv_tiers) if options.type == "host")
+        _serve(config.kv_listen, secret, made, made.tiers[served], cast(HostStore, stores[served]))
+    return made
+
+
+def _serve(address: str, secret: bytes, tiers: Tiers, tier: Tier, store: HostStore) -> None:
+    """Let others read this store for as long as there are `tiers`: if the model cannot be loaded, they go."""
+    of_tiers, seal, queued = weakref.ref(tiers), tiers.seal, tier.queued
+
+    def coming() -> Container[bytes]:
+        now = of_tiers()
+        return {seal.key_of(block_hash) for block_hash in now.coming()} | queued if now is not None else ()
+
+    store.evicted = tier.forget  # so that it is stored again when it is computed or found again
+    server = PeerServer(*host_and_port(address), store, coming, seal.namespace, secret)
+    weakref.finalize(tiers, server.close)
 
 
 def _secret(path: Path) -> bytes:

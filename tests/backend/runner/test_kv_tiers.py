@@ -36,7 +36,14 @@ IRRELEVANT = {
     *("default_max_tokens", "disable_log_stats", "download_dir", "drain_timeout", "edf_default_timeout"),
     *("enable_prefix_caching", "enforce_eager", "engine_start_timeout", "engine_timeout", "exclude_input_in_output"),
     *("generation_config", "gpu_memory_utilization", "head_bits", "hf_overrides", "itl_target_ms", "kv_cache_memory"),
-    *("kv_store_secret_file", "kv_tiers", "long_prefill_token_threshold", "max_bad_words", "max_input_bytes"),
+    *(
+        "kv_listen",
+        "kv_store_secret_file",
+        "kv_tiers",
+        "long_prefill_token_threshold",
+        "max_bad_words",
+        "max_input_bytes",
+    ),
     *("max_cudagraph_capture_size", "max_logprobs", "max_long_partial_prefills", "max_model_len", "max_n"),
     *("max_name_bytes", "max_num_batched_tokens", "max_num_partial_prefills", "max_num_seqs", "max_pooled_inputs"),
     *("max_queue_size", "max_replays", "max_stop_bytes", "max_stop_strings", "max_stop_token_ids"),
@@ -253,6 +260,21 @@ def test_scales_of_the_pool_belong_to_the_namespace(folder):
     [
         ({"kv_store_secret_file": "nowhere"}, ConfigError, "nowhere'.*cannot be read"),
         ({"kv_store_secret_file": "short"}, ConfigError, "has 5 bytes: a secret has 16 to 4096"),
+        ({"kv_tiers": [], "kv_listen": "127.0.0.1:7090"}, ConfigError, "kv_listen lets others read host memory: add"),
+        ({"kv_listen": "0.0.0.0:7090"}, ConfigError, "kv_listen='0.0.0.0:7090' is not on this machine's loopback, so"),
+        ({"kv_listen": "kv.local:7090"}, ConfigError, "is not on this machine's loopback, so it needs kv_store_secret"),
+        ({"kv_listen": "127.0.0.1:70900"}, ConfigError, "kv_listen='127.0.0.1:70900' is not like 10.0.0.5:7090"),
+        (
+            {"kv_tiers": [{"type": "peer", "url": "tcp://10.0.0.5:7090"}]},
+            ConfigError,
+            r"kv_tiers\[0\].url='tcp://10.*so",
+        ),
+        ({"kv_tiers": [{"type": "peer", "url": "tcp://[::1]:70900"}]}, ConfigError, "is not like tcp://10.0.0.5:7090"),
+        (
+            {"kv_tiers": [{"type": "peer", "url": "tcp://[::1]:7090", "write": "second"}]},
+            ConfigError,
+            r'kv_tiers\[0\]: type="peer" is only read; remove write',
+        ),
         ({"enable_prefix_caching": False}, ConfigError, "kv_tiers with enable_prefix_caching=false"),
     ],
 )

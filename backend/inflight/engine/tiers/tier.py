@@ -60,7 +60,7 @@ class Tier:
     Args:
         name: in the log and in metrics.
         workers: makes so many threads of this name; so many tasks may wait, 0: any number.
-        writes_second: keep an extent only when it is computed for the second time.
+        keeps: "second": an extent only when it is computed for the second time; "none": it is only read.
         clock: seconds.
         cpu_clock: seconds of a core that the calling thread has had.
 
@@ -69,6 +69,7 @@ class Tier:
         load_seconds, num_loaded: of the extents that were read and verified.
         extent_cpu_seconds: that the last of them took, smoothed.
         num_stored, num_dropped: extents that it took, or for which too many others waited.
+        queued: keys of extents whose writes wait or run.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class Tier:
         store: KVStore,
         seal: Seal,
         workers: Callable[[int, str, int], Workers],
-        writes_second: bool = False,
+        keeps: Literal["all", "second", "none"] = "all",
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
     ) -> None:
@@ -85,9 +86,8 @@ class Tier:
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
         self.extent_cpu_seconds = _UNMEASURED_CPU_SECONDS
-        self._store = store
-        self._seal = seal
-        self._writes_second = writes_second
+        self._store, self._seal, self._keeps = store, seal, keeps
+        self.queued: set[bytes] = set()
         self._clock, self._cpu_clock = clock, cpu_clock
         self._lock = threading.Lock()  # of what the threads count
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
@@ -138,16 +138,8 @@ class Tier:
     def stats(self) -> TierStats:
         """For metrics."""
         with self._lock:
-            return TierStats(
-                tier=self.name,
-                is_open=self.is_open,
-                num_bytes=self.num_bytes,
-                load_seconds_total=self.load_seconds,
-                loaded_total=self.num_loaded,
-                stored_total=self.num_stored,
-                dropped_total=self.num_dropped,
-                errors_total=dict(self.errors),
-            )
+            written = self.num_stored, self.num_dropped, dict(self.errors)
+            return TierStats(self.name, self.is_open, self.num_bytes, self.load_seconds, self.num_loaded, *written)
 
     def find(
         self, keys: Sequence[bytes], behind: Callable[[int], Sequence[bytes]] = lambda found: ()
@@ -174,13 +166,13 @@ class Tier:
 
     def wants(self, key: bytes, is_computed: bool = True) -> bool:
         """Whether to store an extent of a request, which has just computed it or found it; counts how often it was."""
-        if self._clock() < max(self._reads.off_until, self._writing.off_until):
+        if self._keeps == "none" or self._clock() < max(self._reads.off_until, self._writing.off_until):
             return False
         kept = self._kept.get(key)
-        if kept is None and self._writes_second and is_computed:
+        if kept is None and self._keeps == "second" and is_computed:
             self._remember(key, False)
             return False
-        return not kept and (is_computed or not self._writes_second)
+        return not kept and (is_computed or self._keeps == "all")
 
     def store(self, key: bytes, copied: Callable[[], Frames | None]) -> None:
         """Keep an extent.
@@ -191,12 +183,14 @@ class Tier:
         if self._kept.get(key):
             return
         self._remember(key, True)
+        self.queued.add(key)
         if not self._writes.offer(self._write, key, copied):
             self.forget(key)
             self.num_dropped += 1
 
     def forget(self, key: bytes) -> None:
-        """It does not have this extent."""
+        """It does not have this extent, and is not about to."""
+        self.queued.discard(key)
         with self._lock:
             self._kept.pop(key, None)
 
@@ -274,6 +268,7 @@ class Tier:
         except Exception as error:
             self._failed(error, self._writing)
             done = False
+        self.queued.discard(key)
         if not done:
             self.forget(key)
             return

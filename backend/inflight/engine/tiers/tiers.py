@@ -61,6 +61,7 @@ class Tiers:
         cpu_clock: seconds of all cores that this process has had.
         on_cores: whether steps compute on the cores that the tiers' threads need, too.
         loads: in flight, by the hash of the extent's last block.
+        coming: last hashes of extents that are stored once no step in flight writes them; for any thread.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
             left out: its generations no longer tell that a block has changed.
@@ -72,6 +73,7 @@ class Tiers:
     cpu_clock: Callable[[], float] = time.process_time
     on_cores: bool = True
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
+    coming: Callable[[], list[bytes]] = list
     num_queries: int = 0
     num_hits: int = 0
     num_pools: int = 0

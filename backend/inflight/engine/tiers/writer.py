@@ -45,6 +45,7 @@ class TierWriter(EngineListener):
         self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
         self._computed: deque[_Computed] = deque()
         self._num_made = self._num_done = 0
+        tiers.coming = lambda: [one.block_hash for one in list(self._computed)]
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
@@ -97,8 +98,9 @@ class TierWriter(EngineListener):
     def _send(self) -> None:
         generations = self._pool.generations
         while self._computed and self._computed[0].step <= self._num_done:
-            _, request, block_hash, blocks, expected, into = self._computed.popleft()
+            _, request, block_hash, blocks, expected, into = self._computed[0]
             # Part of one only if its request has ended: it may be preempted often, and return to its whole extents.
             is_kept = len(blocks) == self._extent_blocks or request.status is Status.FINISHED
             if is_kept and [generations[block] for block in blocks] == expected:
                 self._tiers.store(into, block_hash, blocks, generations)
+            self._computed.popleft()  # it is queued now

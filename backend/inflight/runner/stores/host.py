@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inflight.engine.tiers.base import Frames, TornError
 from inflight.runner.stores.copy_frames import copy_frames
@@ -18,9 +18,13 @@ class HostStore:
 
     Args:
         max_bytes: of all extents; those not used for longest go first.
+
+    Attributes:
+        evicted: called with the key of each extent that has to go, in the thread that stores another.
     """
 
     def __init__(self, max_bytes: int) -> None:
+        self.evicted: Callable[[bytes], None] = lambda key: None
         self._max_bytes = max_bytes
         self._num_bytes = 0
         self._lock = threading.Lock()
@@ -38,12 +42,17 @@ class HostStore:
         extents = self._extents
         return next((index for index, key in enumerate(keys) if key in extents), len(keys))
 
-    def load(self, key: bytes, frames: Frames) -> bool:
+    def kept(self, key: bytes) -> Frames | None:
+        """The buffers of an extent, which do not change; their memory is in use for as long as the caller has them."""
         with self._lock:
-            kept = self._extents.get(key)
-            if kept is None:
-                return False
-            self._extents.move_to_end(key)
+            if key in self._extents:
+                self._extents.move_to_end(key)
+            return self._extents.get(key)
+
+    def load(self, key: bytes, frames: Frames) -> bool:
+        kept = self.kept(key)
+        if kept is None:
+            return False
         if _size(kept) != _size(frames):
             raise TornError(f"{_size(kept)} bytes are kept, and {_size(frames)} were expected")
         copy_frames(kept, frames)
@@ -56,7 +65,8 @@ class HostStore:
         with self._lock:
             self._drop(key)
             while self._num_bytes + size > self._max_bytes:
-                self._drop(next(iter(self._extents)))
+                self._drop(oldest := next(iter(self._extents)))
+                self.evicted(oldest)
             self._extents[key] = frames
             self._num_bytes += size
         return True

@@ -10,13 +10,18 @@ from inflight.kv_tiers_config import KVTier
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.lmcache_store import LMCacheStore
+from inflight.runner.stores.peer_address import host_and_port
+from inflight.runner.stores.peer_store import PeerStore
 from inflight.runner.stores.redis_store import RedisStore, without_password
 
 __all__ = ["make_store"]
 
 
-def make_store(tier: KVTier, namespace: str) -> KVStore:
+def make_store(tier: KVTier, namespace: str, secret: bytes = b"") -> KVStore:
     """A store for the KV of one namespace, as hexadecimal digits.  Touches neither disk nor network.
+
+    Args:
+        secret: of `kv_store_secret_file`, which a peer asks for.
 
     Raises:
         ConfigError: a package or the file with the password is missing; not a Redis URL, or a password in both places.
@@ -26,6 +31,8 @@ def make_store(tier: KVTier, namespace: str) -> KVStore:
     if tier.path is not None:
         return DirectoryStore(Path(tier.path).expanduser().absolute(), namespace, parse_bytes(tier.size or 0))
     assert tier.url is not None
+    if tier.type == "peer":
+        return PeerStore(*host_and_port(tier.url), bytes.fromhex(namespace), secret)
     if tier.type == "lmcache":
         return _lmcache(tier.url, namespace)
     password = _password(tier.password_file)

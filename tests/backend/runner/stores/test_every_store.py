@@ -10,12 +10,14 @@ import pytest
 from extents import blank, content, frames_of, key
 from kv_memory import MemoryStore
 from lmcache_rig import LMCacheServer
+from peer_rig import PeerRig
 from redis_rig import RedisServer, needs_redis
 
-from inflight.engine.tiers.base import KVStore, TornError
+from inflight.engine.tiers.base import Frames, KVStore, TornError
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.lmcache_store import LMCacheStore
+from inflight.runner.stores.peer_store import PeerStore
 from inflight.runner.stores.redis_store import RedisStore
 
 SIZE = 10_000
@@ -34,7 +36,25 @@ def lmcache_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCache
         yield server
 
 
-@pytest.fixture(params=["definition", "host", "disk", "lmcache", pytest.param("redis", marks=needs_redis)])
+class WrittenPeer(PeerStore):
+    """A peer whose engine stores as the test says."""
+
+    def __init__(self) -> None:
+        self._rig = PeerRig(bytes.fromhex(NAMESPACE))
+        super().__init__("127.0.0.1", self._rig.port, bytes.fromhex(NAMESPACE), b"")
+
+    def store(self, key: bytes, frames: Frames) -> bool:
+        return self._rig.host.store(key, frames)
+
+    def drop(self, key: bytes) -> None:
+        self._rig.host.drop(key)
+
+    def close(self) -> None:
+        super().close()
+        self._rig.close()
+
+
+@pytest.fixture(params=["definition", "host", "disk", "lmcache", "peer", pytest.param("redis", marks=needs_redis)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
     if request.param == "redis":
         server = request.getfixturevalue("redis_server")
@@ -42,6 +62,8 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[KVStore]:
         made: KVStore = RedisStore(server.url, NAMESPACE)
     elif request.param == "lmcache":
         made = LMCacheStore(request.getfixturevalue("lmcache_server").url, secrets.token_hex(16))
+    elif request.param == "peer":
+        made = WrittenPeer()
     elif request.param == "disk":
         made = DirectoryStore(tmp_path / "kv", NAMESPACE, 2**30)
     else:
