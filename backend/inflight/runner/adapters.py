@@ -11,15 +11,16 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError, EngineConfig
 from inflight.device.memory import format_bytes
-from inflight.engine.adapter import AdapterRef, Outcome
+from inflight.engine.adapter import AdapterRef, LoaderPace, Outcome
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.adapter_weights import adapter_matrices
@@ -27,6 +28,7 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
+from inflight.runner.adapter_loader import AdapterLoader
 
 __all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
@@ -86,6 +88,7 @@ class AdapterTable:
         limit: most adapters in memory.
         max_rank: a larger one is refused.
         max_running: most adapters that requests run with at the same time; None: all in memory.
+        on_cores: whether steps compute on the cores that the loader needs, too.
         clock: seconds.
     """
 
@@ -95,22 +98,28 @@ class AdapterTable:
         limit: int,
         max_rank: int,
         max_running: int | None = None,
+        on_cores: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._limit, self._max_rank, self._max_running = limit, max_rank, max_running or limit
+        self._on_cores = on_cores
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
-        self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
+        self._loader = AdapterLoader()
 
     def get(self, adapter_id: str) -> Entry | None:
         """The entry of a loaded adapter."""
         entry = self._entries.get(adapter_id)
         return entry if entry is not None and entry.packed is not None else None
+
+    def load_at(self, pace: LoaderPace) -> None:
+        if self._on_cores:
+            self._loader.pace = pace
 
     def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
         self._goes_before = goes_before
@@ -224,15 +233,13 @@ class AdapterTable:
         return True
 
     def _submit(self, entry: Entry) -> None:
-        if self._loader is None:
-            self._loader = ThreadPoolExecutor(1, "adapters")  # not at idle priority: see `TierThreads`
-        self._loader.submit(self._load, entry)
+        self._loader.submit(partial(self._load, entry))
 
     def _load(self, entry: Entry) -> None:
         ref, start = entry.ref, time.monotonic()
         try:
-            content = read_adapter(ref, self._max_rank)
-            packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers, self._model.dtype))
+            content = read_adapter(ref, self._max_rank, self._loader.pause)
+            packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers), self._loader.pause)
         except AdapterError as error:
             entry.loaded.set_exception(error)
         except BaseException as error:
@@ -356,7 +363,7 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
             f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
             f'to "auto", or dtype to {config.lora_dtype!r}'
         )
-    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank, model.max_adapters)
+    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank, model.max_adapters, loaded.device.type == "cpu")
     loaded.info.adapters = table
     loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
     return [AdapterRows(table, model)]

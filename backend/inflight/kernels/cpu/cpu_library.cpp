@@ -99,7 +99,7 @@ using namespace inflight;
 extern "C" {
 
 // Incremented whenever a struct or a signature changes; library.py accepts this version only.
-int inflight_abi() { return 9; }
+int inflight_abi() { return 10; }
 
 // Digest of the sources; build.py searches the file for it.
 #if defined(INFLIGHT_SOURCES)
