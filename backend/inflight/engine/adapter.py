@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["AdapterRef", "Adapters", "LoaderPace", "Outcome"]
+__all__ = ["AdapterRef", "Adapters", "Outcome"]
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -34,21 +34,11 @@ class Outcome(NamedTuple):
     failure: str = ""
 
 
-class LoaderPace(Protocol):
-    """How fast the loader's thread may work beside steps that compute on the same cores."""
-
-    def spend(self, cpu_seconds: float, most: float) -> float:
-        """It has used so much: wait until it may go on, for `most` seconds at most; returns how many it waited."""
-
-
 class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
     def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
         """A new engine core: it has no requests.  `goes_before`: whether a request is admitted before another one."""
-
-    def load_at(self, pace: LoaderPace) -> None:
-        """Load at the pace of a new engine core, where its steps compute on the same cores."""
 
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
@@ -67,6 +57,9 @@ class Adapters(Protocol):
 
     def forget(self, ref: AdapterRef) -> None:
         """No request with it is left, or it could start now and waits for something else: none waits for it."""
+
+    def step_done(self, seconds: float, num_running: int) -> None:
+        """A step took so long, and so many requests go on: loads leave most of the next one's time to them."""
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

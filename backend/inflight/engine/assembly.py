@@ -9,7 +9,6 @@ from inflight.config import EngineConfig
 from inflight.engine.core import EngineCore, EngineParts, Runner
 from inflight.engine.events import EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.pace import Pace
 from inflight.engine.policies.deadline_admission import AdmissionRecord
 from inflight.engine.policies.load_shedding import LoadShedding
 from inflight.engine.policies.selection import make_policies, make_swap
@@ -41,15 +40,12 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     """The parts of `EngineCore`; limits and shedding listen to the scheduler's events."""
     info = runner.info
     accounts, record = TenantAccounts(config), AdmissionRecord()
-    pool, loads, pace = KVPool(info.num_blocks, config.block_size), None, Pace(clock)
+    pool, loads = KVPool(info.num_blocks, config.block_size), None
     if info.tiers is not None:
         info.tiers.num_pools += 1
         longest = info.max_model_len + 1  # with the void token of a pooled request
         pool = tiered = TieredPool(info.num_blocks, config.block_size, longest, info.tiers.reserved)
-        pace = Pace(clock, info.tiers.cpu_clock)
-        loads = Loads(info.tiers, tiered, pace)
-    if info.adapters is not None:
-        info.adapters.load_at(pace)
+        loads = Loads(info.tiers, tiered, clock)
     drafts = runner.draft_runner
     policies = make_policies(
         config, clock, info.grammars, drafts, accounts, record, info.whole_prompts, loads, info.adapters
@@ -58,5 +54,5 @@ def make_parts(config: EngineConfig, runner: Runner, clock: Callable[[], float] 
     scheduler = Scheduler(limits, pool, policies, make_swap(config, info), clock)
     queue_limits = QueueLimits(config, accounts)
     shedding = LoadShedding(config, scheduler, accounts, record, clock)
-    scheduler.listen([queue_limits, shedding, *([pace] if info.tiers or info.adapters else [])])
+    scheduler.listen([queue_limits, shedding])
     return EngineParts(scheduler, queue_limits, shedding)

@@ -20,7 +20,7 @@ from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError, EngineConfig
 from inflight.device.memory import format_bytes
-from inflight.engine.adapter import AdapterRef, LoaderPace, Outcome
+from inflight.engine.adapter import AdapterRef, Outcome
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.adapter_weights import adapter_matrices
@@ -28,7 +28,7 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
-from inflight.runner.adapter_loader import AdapterLoader
+from inflight.runner.adapter_loader import AdapterLoader, LoaderPace
 
 __all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
@@ -88,7 +88,7 @@ class AdapterTable:
         limit: most adapters in memory.
         max_rank: a larger one is refused.
         max_running: most adapters that requests run with at the same time; None: all in memory.
-        on_cores: whether steps compute on the cores that the loader needs, too.
+        pace: of loads, if steps compute on the cores that the loader needs, too.
         clock: seconds.
     """
 
@@ -98,28 +98,23 @@ class AdapterTable:
         limit: int,
         max_rank: int,
         max_running: int | None = None,
-        on_cores: bool = True,
+        pace: LoaderPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
         self._limit, self._max_rank, self._max_running = limit, max_rank, max_running or limit
-        self._on_cores = on_cores
         self._clock = clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # by id; the one that was asked about last is last
         self._failures: OrderedDict[str, tuple[str, float]] = OrderedDict()  # by id: the reason, and when
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
-        self._loader = AdapterLoader()
+        self._pace, self._loader = pace, AdapterLoader(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
         """The entry of a loaded adapter."""
         entry = self._entries.get(adapter_id)
         return entry if entry is not None and entry.packed is not None else None
-
-    def load_at(self, pace: LoaderPace) -> None:
-        if self._on_cores:
-            self._loader.pace = pace
 
     def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
         self._goes_before = goes_before
@@ -176,6 +171,10 @@ class AdapterTable:
     def forget(self, ref: AdapterRef) -> None:
         self._waiting.pop(ref.id, None)
         self._promised.pop(ref.id, None)
+
+    def step_done(self, seconds: float, num_running: int) -> None:
+        if self._pace is not None:
+            self._pace.step_done(seconds, num_running)
 
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         entry = self._entries.get(ref.id)
@@ -363,7 +362,10 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
             f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
             f'to "auto", or dtype to {config.lora_dtype!r}'
         )
-    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank, model.max_adapters, loaded.device.type == "cpu")
+    pace = LoaderPace(lambda: loaded.info.tiers is not None and bool(loaded.info.tiers.loads))
+    on_cores = loaded.device.type == "cpu"
+    sizes = config.num_kept_adapters, config.max_lora_rank, model.max_adapters
+    table = AdapterTable(model, *sizes, pace if on_cores else None)
     loaded.info.adapters = table
     loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
     return [AdapterRows(table, model)]

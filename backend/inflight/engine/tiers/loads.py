@@ -5,11 +5,12 @@ All of this runs in the engine's thread, between steps; a tier's threads only fi
 
 from __future__ import annotations
 
+import math
+import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from inflight.engine.events import DoneStep, EngineListener
-from inflight.engine.pace import Pace
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
 from inflight.engine.tiers.tier import Tier
@@ -19,11 +20,17 @@ from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
+_SHARE = 0.1  # of the time beside running requests in which a tier's threads may use a core
+_MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
+_SMOOTHING = 0.25
 
 
 class Loads(EngineListener):
-    """On a CPU, loads begin at a pace.  A GPU needs none: what its steps share with loads is the bus, on which a tier
-    has at most an extent for each of its threads.
+    """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
+
+    A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
+    counted with the CPU time that it had at most: other processes may have delayed it.  A GPU needs no pace: what its
+    steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
@@ -32,18 +39,20 @@ class Loads(EngineListener):
     Args:
         tiers: their loads that have begun, perhaps for an earlier core, are adopted into `pool`.
         pool: has the blocks of these loads reserved.
-        pace: receives the events first.
 
     Attributes:
         num_lost: loads so far that yielded nothing.
     """
 
-    def __init__(self, tiers: Tiers, pool: TieredPool, pace: Pace) -> None:
+    def __init__(self, tiers: Tiers, pool: TieredPool, clock: Callable[[], float] = time.monotonic) -> None:
         self.tiers = tiers
         self.pool = pool
-        self.pace, self.clock = pace, pace.clock
+        self.clock = clock
         self.num_lost = 0
+        self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._is_beside = False  # running requests
+        self._left = math.inf  # CPU seconds that loads may still take in it
+        self._earned = self._took = 0.0  # CPU seconds for loads, and seconds, of a step beside requests: smoothed
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
         self._num_made = self._num_done = 0  # steps
         self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
@@ -65,7 +74,7 @@ class Loads(EngineListener):
         """
         load = self.tiers.loads.get(chain[first + count - 1])
         if load is None:
-            may_begin = not self._is_late and not self._preempted and len(self.tiers.loads) < _MOST_IN_FLIGHT
+            may_begin = self._left > 0 and not self._preempted and len(self.tiers.loads) < _MOST_IN_FLIGHT
             blocks = self.pool.reserve(count, keep) if may_begin else None
             if blocks is None:
                 return None
@@ -74,7 +83,7 @@ class Loads(EngineListener):
                 self.tiers.begin(load)
             else:
                 self._reserved.append((self._num_made, load))
-            self.pace.spend(tier.extent_cpu_seconds, 0.0)
+            self._left -= tier.extent_cpu_seconds
         load.num_waiting += 1
         return load
 
@@ -86,7 +95,15 @@ class Loads(EngineListener):
 
     def step_begins(self, running: Sequence[Request]) -> None:
         """Adopt what has arrived, and free the blocks of what has not."""
+        now = self.clock(), self.tiers.cpu_clock()
+        took = now[0] - self._began[0]
+        earned = min(_MOST_EARNED, _SHARE * min(took, now[1] - self._began[1]))
+        if running:
+            self._earned += _SMOOTHING * (earned - self._earned)
+            self._took += _SMOOTHING * (took - self._took)
         self._is_beside = bool(running)
+        is_paced = self._is_beside and self.tiers.on_cores
+        self._began, self._left = now, (earned if is_paced else math.inf) + min(self._left, 0.0)
         self._wanted.clear()
         ended = [load for load in self.tiers.loads.values() if load.done.done()]
         for load in ended:
@@ -118,18 +135,13 @@ class Loads(EngineListener):
         same = self._wanted.get(block_hash, 0)  # what begins with the same extent is mostly the same
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
-        is_paced = count and self.tiers.on_cores  # what has begun waits for no pace
-        paced = self.pace.seconds_for(wanted * tier.extent_cpu_seconds) if is_paced else 0.0
-        begin_later = self._is_late or (self._is_beside and self._preempted)
+        owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
+        paced = max(0.0, owed) * (self._took / self._earned if self._earned else 1 / _SHARE)
+        begin_later = self._left <= 0 or (self._is_beside and self._preempted)
         if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
             return False
         self._wanted[block_hash] = max(count, same)
         return True
-
-    @property
-    def _is_late(self) -> bool:
-        """No load may begin in this step any more."""
-        return self.tiers.on_cores and self.pace.left <= 0
 
     def _end(self, load: ExtentLoad) -> None:
         hashes = load.chain[load.first : load.first + len(load.blocks)]
