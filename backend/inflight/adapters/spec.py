@@ -44,7 +44,7 @@ class AdapterContent:
 
     pairs: dict[str, Pair]
     scales: dict[str, float]
-    data: mmap.mmap | bytes
+    data: mmap.mmap | bytearray
 
 
 def describe_adapter(folder: str | Path, name: str, max_lora_rank: int) -> AdapterRef:
@@ -172,7 +172,7 @@ def _exactly(file: BinaryIO, size: int, name: str) -> bytes:
 
 def _digested(
     file: BinaryIO, size: int, digest: hashlib.blake2b, keeps: bool, pause: Callable[[], None]
-) -> mmap.mmap | bytes:
+) -> mmap.mmap | bytearray:
     """Read the rest of the file, of `size` bytes, into the digest, in chunks."""
     with suppress(OSError):  # a file system without it
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -185,4 +185,4 @@ def _digested(
                     raise AdapterError(f"{WEIGHTS} is cut off; copy it again")
                 digest.update(chunk)
             pause()
-    return data if keeps else b""
+    return data if keeps else bytearray()

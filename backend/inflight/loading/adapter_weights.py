@@ -33,7 +33,7 @@ class Matrices:
     name: str
     pair: Pair
     scale: float
-    data: mmap.mmap | bytes
+    data: mmap.mmap | bytearray
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """a and b in `dtype`; the scale is part of b, in which it is multiplied in float32.
@@ -59,9 +59,7 @@ class Matrices:
         )
 
 
-def adapter_matrices(
-    name: str, content: AdapterContent, layers: Mapping[str, tuple[int, int]]
-) -> dict[str, Matrices]:
+def adapter_matrices(name: str, content: AdapterContent, layers: Mapping[str, tuple[int, int]]) -> dict[str, Matrices]:
     """The matrices of each layer.
 
     Args:
@@ -107,7 +105,7 @@ def _path(name: str, module: str, key: str, layers: Mapping[str, tuple[int, int]
     )
 
 
-def _tensor(matrix: Matrix, data: mmap.mmap | bytes) -> Tensor:
+def _tensor(matrix: Matrix, data: mmap.mmap | bytearray) -> Tensor:
     """A view; but a copy of what is at no multiple of its elements' size."""
     dtype = _DTYPES[matrix.dtype]
     if matrix.start % dtype.itemsize:
