@@ -16,8 +16,8 @@ import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -146,7 +146,7 @@ def _scales(pairs: dict[str, Pair], wanted: dict[str, tuple[int, float]], max_lo
 
 
 @contextmanager
-def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
+def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BufferedReader, int]]:
     """A regular file and its size; it never waits, whatever lies there."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -163,7 +163,7 @@ def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BinaryIO, int]]
         yield file, found.st_size
 
 
-def _exactly(file: BinaryIO, size: int, name: str) -> bytes:
+def _exactly(file: BufferedReader, size: int, name: str) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise AdapterError(f"{name} is cut off; copy it again")
@@ -171,7 +171,7 @@ def _exactly(file: BinaryIO, size: int, name: str) -> bytes:
 
 
 def _digested(
-    file: BinaryIO, size: int, digest: hashlib.blake2b, keeps: bool, pause: Callable[[], None]
+    file: BufferedReader, size: int, digest: hashlib.blake2b, keeps: bool, pause: Callable[[], None]
 ) -> mmap.mmap | bytearray:
     """Read the rest of the file, of `size` bytes, into the digest, in chunks."""
     with suppress(OSError):  # a file system without it

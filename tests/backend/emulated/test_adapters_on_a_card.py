@@ -20,6 +20,7 @@ from offline import make_core, run, tokens
 from pooled import pooled, vectors_of
 from torch import Tensor, nn
 
+from inflight.adapters.tensor_header import Matrix, Pair
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
@@ -27,7 +28,6 @@ from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
-from inflight.adapters.tensor_header import Matrix, Pair
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward import device_adapters
 from inflight.loading.forward.device_adapters import DeviceAdapters

@@ -82,10 +82,10 @@ class NotFinite(NamedTuple):
     """A matrix with NaN, infinity, or a number that the adapter's dtype cannot hold.
 
     Attributes:
-        index: of its `LowRank`.
+        layer: index of its `LowRank`.
     """
 
-    index: int
+    layer: int
     is_b: bool
 
 

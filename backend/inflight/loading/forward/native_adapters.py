@@ -48,8 +48,8 @@ class NativeAdapters:
                 continue
             wrong = packed.fill(index, weight, [LowRank(start, *each.stored(), each.scale) for start, each in used])
             if wrong is not None:
-                pair = used[wrong.index][1].pair
-                raise used[wrong.index][1].not_finite((pair.b if wrong.is_b else pair.a).key, self.dtype)
+                pair = used[wrong.layer][1].pair
+                raise used[wrong.layer][1].not_finite((pair.b if wrong.is_b else pair.a).key, self.dtype)
             pause()
         return packed
 
