@@ -125,8 +125,7 @@ def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any], othe
 
         def is_loading(count: int) -> bool:
             if not open_loads or open_loads[-1].done():
-                for done in open_loads:
-                    load_seconds.append(done.result()["seconds"])
+                load_seconds.extend(done.result()["seconds"] for done in open_loads)
                 open_loads.clear()
                 if not waiting:
                     return False

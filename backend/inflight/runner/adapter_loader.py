@@ -83,8 +83,8 @@ class LoaderPace:
 class AdapterLoader:
     """Runs loads one after the other, in the order in which they were submitted.
 
-    Not at idle priority, though that needs no pace: beside steps on all cores such a load takes seconds, or does not end
-    at all on a busy machine, and what it has locked stays locked meanwhile.
+    Not at idle priority, though that needs no pace: beside steps on all cores such a load takes seconds, or does not
+    end at all on a busy machine, and what it has locked stays locked meanwhile.
 
     Args:
         pace: None: it never waits.
