@@ -5,8 +5,8 @@ A load works in slices of about a millisecond, and asks before each next one:
     steps     | decode ......... | decode ......... | decode ......... |
     loader    s s s s            s s s              s s s s
 
-A CPU computes a step on all of its cores, so each moment of another thread makes one of them late.  What the loader may
-take of a step is a tenth of the time that the last two took, so that gaps between tokens grow by a tenth, or less.
+A CPU computes a step on all of its cores, so each moment of another thread makes one of them late.  The loader may
+take a tenth of the shorter one of the last two steps, so that gaps between tokens grow by a tenth, or less.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class AdapterLoader:
     """Runs loads one after the other, in the order in which they were submitted.
 
     Not at idle priority, though that needs no pace: beside steps on all cores such a load takes seconds, or does not
-    end at all on a busy machine, and what it has locked stays locked meanwhile.
+    end at all on a busy machine, and keeps its locks meanwhile.
 
     Args:
         pace: None: it never waits.

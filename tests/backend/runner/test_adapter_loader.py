@@ -64,7 +64,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
 
 
 def test_each_step_leaves_a_load_a_tenth_of_its_time(rig: Rig) -> None:
-    """10 ms: three slices, of which the last one uses 2 ms too much; the next step pays for them."""
+    """10 ms: three slices, the last one 2 ms too long; the next step pays for them."""
     rig.load()
     for done in (3, 5, 8, 10):
         assert rig.waits.wait(60) and rig.done == done
@@ -118,7 +118,7 @@ def test_a_load_waits_for_a_quarter_of_a_minute_in_all(rig: Rig) -> None:
 def test_when_all_requests_were_aborted_no_step_follows_and_the_load_goes_on(rig: Rig) -> None:
     rig.load()
     assert rig.waits.wait(60) and rig.done == 3
-    rig.now += 1.5  # the engine makes no step, and notifies nobody
+    rig.now += 1.5  # the engine makes no step, and the thread is not notified
     with rig.pace._changed:
         rig.pace._changed.notify_all()
     assert rig.ended.wait(60)

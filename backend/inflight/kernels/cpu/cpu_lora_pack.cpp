@@ -50,7 +50,7 @@ bool convert(const char* from, int32_t from_dtype, float factor, int64_t count, 
   return finite;
 }
 
-// What a feature of a Linear has of B: `rank` numbers from input `first` on.
+// The share of a feature of a Linear in B: `rank` numbers from input `first` on.
 struct Column {
   int64_t pair = -1;  // none
   int64_t row = 0;    // of the pair's b
