@@ -2,7 +2,7 @@
 """Steps with LoRA adapters: an engine without LoRA, LoRA that is on and unused, one adapter, eight adapters.
 
     python bench/lora.py [--dtype bfloat16] [--rows 16] [--adapters 8] [--rank 16] [--steps 24] [--rounds 5]
-                         [--loads 20] [--shape qwen3-0.6b-rand] [--output FILE]
+                         [--loads 20] [--only-gaps] [--shape qwen3-0.6b-rand] [--output FILE]
 
 The model has the shape of Qwen3-0.6B, with random weights; adapters have all seven projections.  All sides run in this
 process and take turns, a few decode steps each, so that drift of the machine affects all alike.  The ratios are of the
@@ -10,7 +10,8 @@ times of whole steps with `--rows` rows (base / side), of their CPU time, and of
 
 Then eight streams decode while `--loads` adapters are loaded one after another, in four groups, with as many steps
 without loads after each group: the ratio of the 99th percentiles of their gaps (with / without), which are the times
-from step to step here.  Of fewer than 500 gaps the longest are compared instead, and the output says so.
+from step to step here.  Of fewer than 500 gaps the longest are compared instead, and the output says so.  How long a
+load takes beside the streams and on an idle engine is told, too.  `--only-gaps` leaves out the rest.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ SHAPE = "qwen3-0.6b-rand"
 PROMPT = 512
 STREAMS = 8  # beside the loads
 GROUPS = 4  # of loads
+IDLE_LOADS = 5
 FEWEST_GAPS = 500  # for a 99th percentile: with fewer it is one of the five longest
 
 
@@ -91,8 +93,11 @@ def add(core: Any, request_id: int, prompt: list[int], max_tokens: int, adapter:
     assert failure is None, failure
 
 
-def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any]) -> common.Run:
-    """The longest gaps of streams with `adapter`, while `loaded` are loaded one by one, and without."""
+def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any], others: list[Any]) -> common.Run:
+    """The longest gaps of streams with `adapter`, while `loaded` are loaded one by one, and without.
+
+    Then `others` are loaded without streams.
+    """
     limit, streams = core.info.max_model_len - 8, [next(ids) for _ in range(STREAMS)]
     for row, request_id in enumerate(streams):
         add(core, request_id, [1 + row, 2, 3, 4], limit, adapter)
@@ -113,13 +118,15 @@ def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any]) -> c
         pass
     gaps_alone(8)
 
+    load_seconds: list[float] = []
+
     def gaps_beside(group: list[Any]) -> list[float]:
         open_loads, waiting = [], list(group)
 
         def is_loading(count: int) -> bool:
             if not open_loads or open_loads[-1].done():
-                for done in open_loads:
-                    done.result()
+                load_seconds.extend(done.result()["seconds"] for done in open_loads)
+                open_loads.clear()
                 if not waiting:
                     return False
                 open_loads.append(core.info.adapters.load(waiting.pop()))
@@ -141,11 +148,13 @@ def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any]) -> c
     high = [common.percentile(found, 99) if figure == "p99" else found[-1] for found in (alone, beside)]
     figures = {"alone": high[0], "beside": high[1], "ratio": high[1] / high[0]}
     p50 = common.percentile(beside, 50) / common.percentile(alone, 50)
-    return {"steps": len(beside), "figure": figure, **figures, "p50": p50}
+    idle = [core.info.adapters.load(one).result()["seconds"] for one in others]
+    loads = {"load": statistics.median(load_seconds), "load_idle": statistics.median(idle)}
+    return {"steps": len(beside), "figure": figure, **figures, "p50": p50, **loads}
 
 
 def main() -> None:
-    more = dict(dtype=common.choice(["bfloat16", "float32"], "bfloat16"), shape=SHAPE, loads=20)
+    more = dict(dtype=common.choice(["bfloat16", "float32"], "bfloat16"), shape=SHAPE, loads=20, only_gaps=False)
     args = common.options(__doc__, **more, rows=16, adapters=8, rank=16, steps=24, rounds=5, threads=2)
     path = common.checkpoint(args.shape, args.dtype)
     options = {
@@ -159,33 +168,35 @@ def main() -> None:
         "check_on_load": False,
     }
     with TemporaryDirectory() as folder:
-        count = args.adapters + args.loads
+        count = args.adapters + args.loads + IDLE_LOADS
         every = [make_adapter(Path(folder) / f"adapter-{i}", Path(path), args.rank, seed=i) for i in range(count)]
-        made, loaded = every[: args.adapters], every[args.adapters :]
-        plain = common.engine(options)
+        made, loaded, others = every[: args.adapters], every[args.adapters : -IDLE_LOADS], every[-IDLE_LOADS:]
         lora = common.engine({**options, "enable_lora": True, "max_lora_rank": args.rank})
         sides = {
-            "without LoRA": (plain, [None]),
             "unused": (lora, [None]),
             "one adapter": (lora, made[:1]),
             f"{args.adapters} adapters": (lora, made),
         }
+        if not args.only_gaps:
+            sides = {"without LoRA": (common.engine(options), [None]), **sides}
         ids = iter(range(10**9))
         for core, adapters in sides.values():  # loads the adapters
             steps_of(core, ids, adapters, args.rows, 4)
         runs: dict[str, list[common.Run]] = {side: [] for side in sides}
-        for _ in range(args.rounds):
+        for _ in range(0 if args.only_gaps else args.rounds):
             for side, (core, adapters) in sides.items():
                 seconds, cpu = zip(*steps_of(core, ids, adapters, args.rows, args.steps))
                 prompt = min(prompt_of(core, ids, adapters) for _ in range(2))
                 run = {"step": statistics.median(seconds), "fastest": min(seconds), "prompt": prompt}
                 runs[side].append({**run, "cpu": statistics.median(cpu), "least_cpu": min(cpu)})
-        gaps = gaps_beside_loads(lora, ids, made[0], loaded) if loaded else None
+        gaps = gaps_beside_loads(lora, ids, made[0], loaded, others) if loaded else None
     report(args, runs, gaps)
 
 
 def report(args: Any, runs: dict[str, list[common.Run]], gaps: common.Run | None) -> None:
-    base = runs["without LoRA"]
+    if args.only_gaps:
+        runs = {}
+    base = runs.get("without LoRA", [])
     print(
         f"{common.machine()}, {args.dtype}, {args.rows} rows, rank {args.rank}, {args.rounds} rounds; "
         "ratios are base / side"
@@ -203,6 +214,7 @@ def report(args: Any, runs: dict[str, list[common.Run]], gaps: common.Run | None
             f"  gaps of {STREAMS} streams beside {args.loads} loads ({gaps['steps']} steps): {gaps['figure']} "
             f"{beside:.1f} ms, {alone:.1f} ms without, ratio {gaps['ratio']:.2f}; of the medians {gaps['p50']:.2f}"
         )
+        print(f"  a load takes {gaps['load']:.2f} s beside them, and {gaps['load_idle']:.2f} s on the idle engine")
     common.record(args, runs, ratios=ratios, gaps=gaps)
 
 

@@ -10,13 +10,14 @@ have the same id on any server.
 from __future__ import annotations
 
 import hashlib
+import mmap
 import os
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
 
@@ -29,7 +30,7 @@ __all__ = ["CONFIG", "WEIGHTS", "AdapterContent", "AdapterError", "describe_adap
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19  # a millisecond, with its digest
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class AdapterContent:
 
     pairs: dict[str, Pair]
     scales: dict[str, float]
-    data: bytes | bytearray
+    data: mmap.mmap | bytearray
 
 
 def describe_adapter(folder: str | Path, name: str, max_lora_rank: int) -> AdapterRef:
@@ -62,14 +63,17 @@ def describe_adapter(folder: str | Path, name: str, max_lora_rank: int) -> Adapt
         return AdapterRef(name, content_id, str(folder), max(pair.rank for pair in content.pairs.values()))
 
 
-def read_adapter(ref: AdapterRef, max_lora_rank: int) -> AdapterContent:
+def read_adapter(ref: AdapterRef, max_lora_rank: int, pause: Callable[[], None] = lambda: None) -> AdapterContent:
     """The adapter with its weights, which are the ones that `ref` names.
+
+    Args:
+        pause: called after each millisecond of work, more or less.
 
     Raises:
         AdapterError: it cannot be served, or its files have changed.
     """
     with _named(ref.name):
-        content, content_id = _read(Path(ref.path), max_lora_rank, keeps_data=True)
+        content, content_id = _read(Path(ref.path), max_lora_rank, True, pause)
         if content_id != ref.id:
             raise AdapterError(
                 f"its files have changed: their digest is {content_id}, not {ref.id}; load it again under its name, "
@@ -89,7 +93,9 @@ def _named(name: str) -> Iterator[None]:
         raise AdapterError(f"adapter {name!r}: its files cannot be read: {error.strerror or error}") from None
 
 
-def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[AdapterContent, str]:
+def _read(
+    folder: Path, max_lora_rank: int, keeps_data: bool, pause: Callable[[], None] = lambda: None
+) -> tuple[AdapterContent, str]:
     """The content, whose data is empty unless `keeps_data`, and its id.
 
     The header and the bytes come from one open file, whose digest is made of what was read: another process that
@@ -113,10 +119,13 @@ def _read(folder: Path, max_lora_rank: int, keeps_data: bool) -> tuple[AdapterCo
             raise AdapterError(f"{WEIGHTS} is no safetensors file, or cut off; save the adapter again")
         header = _exactly(file, length, WEIGHTS)
         num_bytes = size - 8 - length
+        pause()
         pairs = pairs_of(header, num_bytes)
+        pause()
         scales = _scales(pairs, config.matching(pairs), max_lora_rank)
         digest.update(start + header)
-        data = _digested(file, num_bytes, digest, keeps_data)
+        pause()
+        data = _digested(file, num_bytes, digest, keeps_data, pause)
     return AdapterContent(pairs, scales, data), digest.hexdigest()
 
 
@@ -137,7 +146,7 @@ def _scales(pairs: dict[str, Pair], wanted: dict[str, tuple[int, float]], max_lo
 
 
 @contextmanager
-def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BinaryIO, int]]:
+def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BufferedReader, int]]:
     """A regular file and its size; it never waits, whatever lies there."""
     try:
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -154,21 +163,26 @@ def _open(folder: Path, name: str, limit: int) -> Iterator[tuple[BinaryIO, int]]
         yield file, found.st_size
 
 
-def _exactly(file: BinaryIO, size: int, name: str) -> bytes:
+def _exactly(file: BufferedReader, size: int, name: str) -> bytes:
     data = file.read(size)
     if len(data) != size:
         raise AdapterError(f"{name} is cut off; copy it again")
     return data
 
 
-def _digested(file: BinaryIO, size: int, digest: hashlib.blake2b, keeps: bool) -> bytes:
-    """Read the rest of the file into the digest."""
-    if keeps:
-        data = _exactly(file, size, WEIGHTS)
-        digest.update(data)
-        return data
-    while size:
-        chunk = _exactly(file, min(size, _CHUNK), WEIGHTS)
-        digest.update(chunk)
-        size -= len(chunk)
-    return b""
+def _digested(
+    file: BufferedReader, size: int, digest: hashlib.blake2b, keeps: bool, pause: Callable[[], None]
+) -> mmap.mmap | bytearray:
+    """Read the rest of the file, of `size` bytes, into the digest, in chunks."""
+    with suppress(OSError):  # a file system without it
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    data = mmap.mmap(-1, size if keeps else min(size, _CHUNK), mmap.MAP_PRIVATE)  # cleared page by page
+    with memoryview(data) as view:
+        for at in range(0, size, _CHUNK):
+            place = at if keeps else 0
+            with view[place : place + min(_CHUNK, size - at)] as chunk:
+                if file.readinto(chunk) != len(chunk):
+                    raise AdapterError(f"{WEIGHTS} is cut off; copy it again")
+                digest.update(chunk)
+            pause()
+    return data if keeps else bytearray()

@@ -58,5 +58,8 @@ class Adapters(Protocol):
     def forget(self, ref: AdapterRef) -> None:
         """No request with it is left, or it could start now and waits for something else: none waits for it."""
 
+    def step_done(self, seconds: float, num_running: int) -> None:
+        """A step took so long, and so many requests go on: loads leave most of the next one's time to them."""
+
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         """The answer to `LoadAdapter`.  The future raises ValueError if the adapter cannot be served."""

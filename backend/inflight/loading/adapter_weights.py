@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inflight.adapters.spec import AdapterContent, AdapterError
-from inflight.adapters.tensor_header import Matrix
+from inflight.adapters.tensor_header import Matrix, Pair
 
 __all__ = ["Matrices", "adapter_matrices"]
 
@@ -19,37 +21,61 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of one linear layer, whose output grows by `b @ a @ x`.
+    """Of one linear layer, whose output grows by `b @ a @ x`, as they are in the file.
 
     Attributes:
-        a: [rank, in_features].
-        b: [out_features, rank]; the scale is part of it.
+        name: of the adapter, for messages.
+        pair: a [rank, in_features] and b [out_features, rank].
+        scale: of b.
+        data: the bytes of all tensors.
     """
 
-    a: Tensor
-    b: Tensor
+    name: str
+    pair: Pair
+    scale: float
+    data: mmap.mmap | bytearray
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """a and b in `dtype`; the scale is part of b, in which it is multiplied in float32.
+
+        Raises:
+            AdapterError: NaN or infinity.
+        """
+        a, b = self.stored()
+        a, b = a.to(dtype, copy=True), (b.float() * self.scale).to(dtype)
+        for key, tensor in ((self.pair.a.key, a), (self.pair.b.key, b)):
+            if not math.isfinite(tensor.abs().amax().item()):  # NaN is larger than any number
+                raise self.not_finite(key, dtype)
+        return a, b
+
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """a and b in the file's dtypes, without the scale: views of `data`."""
+        return _tensor(self.pair.a, self.data), _tensor(self.pair.b, self.data)
+
+    def not_finite(self, key: str, dtype: torch.dtype) -> AdapterError:
+        return AdapterError(
+            f"adapter {self.name!r}: {key} contains NaN, infinity, or a number that {str(dtype)[6:]} cannot hold; "
+            "train or save the adapter again"
+        )
 
 
-def adapter_matrices(
-    name: str, content: AdapterContent, layers: Mapping[str, tuple[int, int]], dtype: torch.dtype
-) -> dict[str, Matrices]:
-    """The matrices of each layer, in `dtype`.
+def adapter_matrices(name: str, content: AdapterContent, layers: Mapping[str, tuple[int, int]]) -> dict[str, Matrices]:
+    """The matrices of each layer.
 
     Args:
         name: of the adapter, for messages.
         layers: inputs and outputs of the model's layers that can have an adapter, by their paths.
 
     Raises:
-        AdapterError: a matrix is of no layer, of one that has another, of another shape, or contains NaN or infinity.
+        AdapterError: a matrix is of no layer, of one that has another, or of another shape.
     """
     found: dict[str, Matrices] = {}
-    keys: dict[str, str] = {}
     for module, pair in content.pairs.items():
         path = _path(name, module, pair.a.key, layers)
-        other = keys.setdefault(path, pair.a.key)
-        if other != pair.a.key:
+        if path in found:
             raise AdapterError(
-                f"adapter {name!r}: {other} and {pair.a.key} are both of the layer {path}; save the adapter again"
+                f"adapter {name!r}: {found[path].pair.a.key} and {pair.a.key} are both of the layer {path}; save the "
+                "adapter again"
             )
         in_features, out_features = layers[path]
         for matrix, shape in ((pair.a, (pair.rank, in_features)), (pair.b, (out_features, pair.rank))):
@@ -58,8 +84,7 @@ def adapter_matrices(
                     f"adapter {name!r}: {matrix.key} has shape {list(matrix.shape)}, and the model's layer takes "
                     f"{list(shape)}; the adapter is of another model"
                 )
-        a, b = _tensor(pair.a, content.data), _tensor(pair.b, content.data).float() * content.scales[module]
-        found[path] = Matrices(_finite(name, pair.a.key, a.to(dtype)), _finite(name, pair.b.key, b.to(dtype)))
+        found[path] = Matrices(name, pair, content.scales[module], content.data)
     return found
 
 
@@ -80,15 +105,10 @@ def _path(name: str, module: str, key: str, layers: Mapping[str, tuple[int, int]
     )
 
 
-def _tensor(matrix: Matrix, data: bytes | bytearray) -> Tensor:
-    part = bytearray(memoryview(data)[matrix.start : matrix.stop])
-    return torch.frombuffer(part, dtype=_DTYPES[matrix.dtype]).view(matrix.shape)
-
-
-def _finite(name: str, key: str, tensor: Tensor) -> Tensor:
-    if not bool(tensor.isfinite().all()):
-        raise AdapterError(
-            f"adapter {name!r}: {key} contains NaN, infinity, or a number that {str(tensor.dtype)[6:]} cannot hold; "
-            "train or save the adapter again"
-        )
-    return tensor
+def _tensor(matrix: Matrix, data: mmap.mmap | bytearray) -> Tensor:
+    """A view; but a copy of what is at no multiple of its elements' size."""
+    dtype = _DTYPES[matrix.dtype]
+    if matrix.start % dtype.itemsize:
+        return torch.frombuffer(bytearray(memoryview(data)[matrix.start : matrix.stop]), dtype=dtype).view(matrix.shape)
+    count = matrix.shape[0] * matrix.shape[1]
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=matrix.start).view(matrix.shape)

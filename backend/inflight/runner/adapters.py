@@ -11,8 +11,9 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from inflight.adapters.spec import AdapterError, read_adapter
@@ -27,6 +28,7 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
+from inflight.runner.adapter_loader import AdapterLoader, LoaderPace
 
 __all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
@@ -86,6 +88,7 @@ class AdapterTable:
         limit: most adapters in memory.
         max_rank: a larger one is refused.
         max_running: most adapters that requests run with at the same time; None: all in memory.
+        pace: of loads, if steps compute on the cores that the loader needs, too.
         clock: seconds.
     """
 
@@ -95,6 +98,7 @@ class AdapterTable:
         limit: int,
         max_rank: int,
         max_running: int | None = None,
+        pace: LoaderPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._model = model
@@ -105,7 +109,7 @@ class AdapterTable:
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
-        self._loader: ThreadPoolExecutor | None = None  # a spare process has no threads
+        self._pace, self._loader = pace, AdapterLoader(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
         """The entry of a loaded adapter."""
@@ -168,6 +172,10 @@ class AdapterTable:
         self._waiting.pop(ref.id, None)
         self._promised.pop(ref.id, None)
 
+    def step_done(self, seconds: float, num_running: int) -> None:
+        if self._pace is not None:
+            self._pace.step_done(seconds, num_running)
+
     def load(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         entry = self._entries.get(ref.id)
         if entry is not None and entry.loaded.done() and entry.loaded.exception() is not None:
@@ -224,15 +232,13 @@ class AdapterTable:
         return True
 
     def _submit(self, entry: Entry) -> None:
-        if self._loader is None:
-            self._loader = ThreadPoolExecutor(1, "adapters")  # not at idle priority: see `TierThreads`
-        self._loader.submit(self._load, entry)
+        self._loader.submit(partial(self._load, entry))
 
     def _load(self, entry: Entry) -> None:
         ref, start = entry.ref, time.monotonic()
         try:
-            content = read_adapter(ref, self._max_rank)
-            packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers, self._model.dtype))
+            content = read_adapter(ref, self._max_rank, self._loader.pause)
+            packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers), self._loader.pause)
         except AdapterError as error:
             entry.loaded.set_exception(error)
         except BaseException as error:
@@ -356,7 +362,10 @@ def attach_adapters(config: EngineConfig, loaded: LoadedModel) -> list[AdapterRo
             f"lora_dtype={config.lora_dtype!r}: adapters have the dtype of the model, which is {own!r}; set lora_dtype "
             f'to "auto", or dtype to {config.lora_dtype!r}'
         )
-    table = AdapterTable(model, config.num_kept_adapters, config.max_lora_rank, model.max_adapters)
+    pace = LoaderPace(lambda: loaded.info.tiers is not None and bool(loaded.info.tiers.loads))
+    on_cores = loaded.device.type == "cpu"
+    sizes = config.num_kept_adapters, config.max_lora_rank, model.max_adapters
+    table = AdapterTable(model, *sizes, pace if on_cores else None)
     loaded.info.adapters = table
     loaded.info.choices = [*loaded.info.choices, AdapterSalt()]
     return [AdapterRows(table, model)]

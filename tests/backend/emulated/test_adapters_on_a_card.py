@@ -20,6 +20,7 @@ from offline import make_core, run, tokens
 from pooled import pooled, vectors_of
 from torch import Tensor, nn
 
+from inflight.adapters.tensor_header import Matrix, Pair
 from inflight.engine.adapter import AdapterRef
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
@@ -285,7 +286,13 @@ def tiny_adapters(slots: int) -> tuple[Tiny, DeviceAdapters]:
 
 def matrices(value: float) -> Mapping[str, Matrices]:
     """They add 8 * value to each output of ones."""
-    return {"all": Matrices(torch.full((1, 8), value), torch.ones(4, 1))}
+    data = np.array([value] * 8 + [1.0] * 4, np.float32).tobytes()
+    pair = Pair(Matrix("a", "F32", (1, 8), 0, 32), Matrix("b", "F32", (4, 1), 32, 48))
+    return {"all": Matrices("one", pair, 1.0, bytearray(data))}
+
+
+def no_pause() -> None:
+    """For `AdaptedModel.pack`."""
 
 
 @torch.inference_mode()
@@ -303,7 +310,7 @@ def added(model: Tiny, adapters: DeviceAdapters, rows: list[Any], counts: list[i
 def test_the_slot_that_was_used_longest_ago_is_taken(card: Card) -> None:
     model, adapters = tiny_adapters(2)
     assert list(adapters.layers) == ["all"]
-    one, two, three = (adapters.pack(matrices(value)) for value in (1.0, 2.0, 3.0))
+    one, two, three = (adapters.pack(matrices(value), no_pause) for value in (1.0, 2.0, 3.0))
     assert added(model, adapters, [one, None, two], [1, 2, 1]) == [8, 0, 0, 16]
     assert added(model, adapters, [one], [2]) == [8, 8]
     held = [slot for slot, packed in adapters._held.items() if packed is two]
@@ -330,7 +337,7 @@ def launched(model: Tiny, adapters: DeviceAdapters, rows: list[Any]) -> Tensor:
 
 def test_a_copy_waits_for_the_last_step_that_read_its_slot_and_for_none_behind(card: Card) -> None:
     model, adapters = tiny_adapters(2)
-    one, two, three = (adapters.pack(matrices(value)) for value in (1.0, 2.0, 3.0))
+    one, two, three = (adapters.pack(matrices(value), no_pause) for value in (1.0, 2.0, 3.0))
     steps, copies, ends = card.current_stream(), adapters._copies._stream, []
     results = []
     for rows in ([two, one], [two], [None], [two, three], [three], [None]):
@@ -344,7 +351,7 @@ def test_a_copy_waits_for_the_last_step_that_read_its_slot_and_for_none_behind(c
 
 def test_only_the_first_step_that_reads_a_slot_waits_for_its_copy(card: Card, monkeypatch: pytest.MonkeyPatch) -> None:
     model, adapters = tiny_adapters(2)
-    one, two = (adapters.pack(matrices(value)) for value in (1.0, 2.0))
+    one, two = (adapters.pack(matrices(value), no_pause) for value in (1.0, 2.0))
     waits: list[Any] = []
     wait = torch.cuda.Stream.wait_stream
     monkeypatch.setattr(torch.cuda.Stream, "wait_stream", lambda self, other: waits.append(other) or wait(self, other))
@@ -359,7 +366,7 @@ def test_a_step_that_fails_between_two_copies_leaves_both_slots_right(
     card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, adapters = tiny_adapters(2)
-    one, two = (adapters.pack(matrices(value)) for value in (1.0, 2.0))
+    one, two = (adapters.pack(matrices(value), no_pause) for value in (1.0, 2.0))
     fill = adapters._copies.fill
 
     def fails(slot: int, values: Tensor) -> None:
@@ -377,7 +384,7 @@ def test_a_step_that_fails_between_two_copies_leaves_both_slots_right(
 def test_a_copy_waits_for_the_check_at_load(card: Card) -> None:
     model, adapters = tiny_adapters(1)
     adapters.verify()
-    found = launched(model, adapters, [adapters.pack(matrices(2.0))])
+    found = launched(model, adapters, [adapters.pack(matrices(2.0), no_pause)])
     adapters._copies._stream.synchronize()
     assert round(found[0].item()) == 16
 
@@ -412,7 +419,7 @@ def test_the_tolerance_grows_with_the_root_of_what_is_summed(depth: int, off: fl
 def test_an_adapter_that_has_left_is_still_copied(card: Card) -> None:
     """Its slot has another one, and its memory was freed, when the card comes to it."""
     model, adapters = tiny_adapters(1)
-    packed: list[Any] = [adapters.pack(matrices(value)) for value in (1.0, 2.0)]
+    packed: list[Any] = [adapters.pack(matrices(value), no_pause) for value in (1.0, 2.0)]
     found = []
     with torch.inference_mode():
         for one in (0, 1):
@@ -420,5 +427,5 @@ def test_an_adapter_that_has_left_is_still_copied(card: Card) -> None:
             adapters.expect(1)
             found.append(model(torch.ones(1, 8, device=CUDA)) - model.all.weight.sum(1))
             packed[one] = None
-            adapters.pack(matrices(9.0))
+            adapters.pack(matrices(9.0), no_pause)
     assert [round(values[0, 0].item()) for values in found] == [8, 16]

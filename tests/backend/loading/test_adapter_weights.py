@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import save_file
 
 from inflight.adapters.spec import CONFIG, WEIGHTS, AdapterError, describe_adapter, read_adapter
@@ -27,4 +26,4 @@ def test_two_matrices_of_one_layer_are_refused_by_their_keys(tmp_path: Path) -> 
     layers = {"model.layers.0.q_proj": (8, 6)}
     said = f"'mine': {keys[0]}.lora_A.weight and {keys[1]}.lora_A.weight are both of the layer model.layers.0.q_proj"
     with pytest.raises(AdapterError, match=re.escape(said)):
-        adapter_matrices("mine", content, layers, torch.float32)
+        adapter_matrices("mine", content, layers)

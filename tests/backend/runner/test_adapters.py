@@ -29,6 +29,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu.library import use_instruction_set
 from inflight.loading.forward.native_decoder import NativeDecoder
 from inflight.runner import adapters as table_module
+from inflight.runner.adapter_loader import AdapterLoader
 from inflight.runner.pipeline import make_runner
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, seed=0)
@@ -408,3 +409,39 @@ def test_others_run_and_an_abort_ends_while_an_adapter_is_loaded(
     rest, failed = steps_until_idle(core)
     assert sorted(rest) == [2, 4] and not failed
     assert rest[2] == steps_of(make_core(llama, enable_lora=True), 2, eight[0])
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "modules"])
+def test_others_run_and_an_abort_ends_between_two_slices_of_a_load(
+    llama: str, eight: list[AdapterRef], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, native: bool
+) -> None:
+    """Of two adapters, the second one with infinity in its last matrix; each slice waits until others have a token."""
+    last = make_adapter(tmp_path / "last", llama, strength=float("inf"), targets=["down_proj"], layers_to_transform=[1])
+    goes, begun, count = threading.Semaphore(0), threading.Event(), [0]
+
+    def pause(loader: AdapterLoader) -> None:
+        count[0] += 1
+        begun.set()
+        assert goes.acquire(timeout=60)
+
+    monkeypatch.setattr(AdapterLoader, "pause", pause)
+    path = llama if native else make_checkpoint("gemma2", tmp_path / "gemma2")
+    first = eight[0] if native else make_adapter(tmp_path / "first", path)
+    core = make_core(path, enable_lora=True)
+    assert isinstance(core.runner.model, NativeDecoder) == native  # type: ignore[attr-defined]
+    wanted = [(1, first), (2, first), (3, None), *([(4, last)] if native else [])]
+    for request_id, ref in wanted:
+        core.add_request(short(request_id, ref))
+    assert begun.wait(60)
+    found: dict[int, int] = {}
+    while found.get(3, 0) < 9:
+        goes.release()
+        for delta in core.step().deltas:
+            found[delta.request_id] = found.get(delta.request_id, 0) + len(delta.token_ids)
+    assert list(found) == [3] and core.only_holds, "the load has more slices than the request has tokens"
+    core.abort(1)
+    goes.release(10_000)
+    rest, failed = steps_until_idle(core)
+    assert list(rest) == [2] and count[0] > 9
+    assert list(failed) == ([4] if native else [])
+    assert not native or ("'last': " in failed[4] and "contains NaN, infinity" in failed[4] and "\n" not in failed[4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from inflight.engine.adapter import AdapterRef, Adapters
-from inflight.engine.events import EngineListener
+from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet, Rank
 from inflight.engine.request import Request
@@ -18,8 +18,7 @@ _WAIT_SECONDS = 60.0
 class AdapterAdmission(EngineListener):
     """Implements `AdmissionPolicy`: `inner`, but only once the adapter is loaded.  Loading starts on arrival.
 
-    A request that has begun holds its adapter until it ends: its other sequences, and those that were preempted, need
-    not wait for it again.
+    A request that has begun holds its adapter until it ends, for all its sequences, preempted or not.
     """
 
     def __init__(self, inner: AdmissionPolicy, adapters: Adapters, rank: Rank, clock: Callable[[], float]) -> None:
@@ -76,6 +75,11 @@ class AdapterAdmission(EngineListener):
         if not requests:
             del self._open[ref.id]
             self._adapters.forget(ref)
+
+    def step_done(self, step: DoneStep) -> None:
+        self._adapters.step_done(step.end - step.start, step.stats.running)
+
+    step_failed = step_done
 
 
 def _adapter_of(request: Request) -> AdapterRef | None:

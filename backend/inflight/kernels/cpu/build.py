@@ -30,7 +30,16 @@ LIBRARY = _HERE / "_cpu_kernels.so"
 # Sources compiled once, and sources compiled for each instruction set.
 _ONCE = [
     _HERE / f"{name}.cpp"
-    for name in ("cpu_library", "cpu_attention", "cpu_ops", "cpu_pack", "cpu_decoder", "cpu_encoder", "cpu_sampler")
+    for name in (
+        "cpu_library",
+        "cpu_attention",
+        "cpu_ops",
+        "cpu_pack",
+        "cpu_lora_pack",
+        "cpu_decoder",
+        "cpu_encoder",
+        "cpu_sampler",
+    )
 ]
 _PER_SET = [_HERE / f"{name}.cpp" for name in ("cpu_attention_kernels", "cpu_ops_kernels", "cpu_sampler_kernels")]
 

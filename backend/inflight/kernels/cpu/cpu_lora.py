@@ -1,4 +1,4 @@
-"""Adapters in the format of the native decoder: `cpu_lora.h`.
+"""Adapters in the format of the native decoder: `cpu_lora.h`, packed by `cpu_lora_pack.cpp`.
 
 A *projection* is a merged and packed weight of a layer: query, key and value; output; gate and up; down.
 """
@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, c_int32, c_int64, c_void_p
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from inflight.kernels.cpu.cpu_linear import LinearStruct, PackedWeight
-from inflight.kernels.cpu.library import DTYPE_CODES, allocate
+from inflight.kernels.cpu.library import DTYPE_CODES, allocate, library
 
-__all__ = ["LowRank", "PackedAdapter"]
+__all__ = ["LowRank", "NotFinite", "PackedAdapter"]
 
 _HALF = 16  # features: kPanel / 2
 
@@ -45,26 +46,55 @@ class _Adapter(ctypes.Structure):
     _fields_ = [("projections", POINTER(_LowRank))]
 
 
+class _StoredPair(ctypes.Structure):
+    """`StoredPair` of cpu_lora_pack.cpp."""
+
+    _fields_ = [
+        ("a", c_void_p),
+        ("b", c_void_p),
+        ("start", c_int64),
+        ("features", c_int64),
+        ("rank", c_int32),
+        ("a_dtype", c_int32),
+        ("b_dtype", c_int32),
+        ("scale", c_float),
+    ]
+
+
 @dataclass(frozen=True)
 class LowRank:
-    """The matrices of one linear layer; all are of one dtype, and the scale is part of `b`.
+    """The matrices of one linear layer, contiguous, in float32, bfloat16 or float16.
 
     Attributes:
         start: the layer's first feature among those of its projection.
         a: [rank, in_features].
         b: [features, rank].
+        scale: of b, multiplied in float32.
     """
 
     start: int
     a: Tensor
     b: Tensor
+    scale: float
+
+
+class NotFinite(NamedTuple):
+    """A matrix with NaN, infinity, or a number that the adapter's dtype cannot hold.
+
+    Attributes:
+        layer: index of its `LowRank`.
+    """
+
+    layer: int
+    is_b: bool
 
 
 class PackedAdapter:
     """An adapter's matrices in the order in which the kernel reads them.
 
     Args:
-        projections: of all layers, in the order of `Projection` in cpu_lora.h: the weight, and what the adapter adds.
+        num_projections: of all layers; each that is not filled stays as it is.
+        dtype: of the model's inputs.
 
     Attributes:
         inner: the largest sum of ranks in a projection.
@@ -72,99 +102,64 @@ class PackedAdapter:
         address: of the description that the kernel reads.
     """
 
-    def __init__(self, projections: Sequence[tuple[PackedWeight, Sequence[LowRank]]]) -> None:
+    def __init__(self, num_projections: int, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._parts: list[object] = []  # that the structs have addresses of
         self.inner = self.nbytes = 0
-        structs = (_LowRank * len(projections))()
-        for struct, (weight, pairs) in zip(structs, projections):
-            if pairs:
-                self._fill(struct, weight, pairs)
-        self._struct = _Adapter(structs)
+        self._projections = (_LowRank * num_projections)()
+        self._struct = _Adapter(self._projections)
         self.address = ctypes.addressof(self._struct)
 
-    def _fill(self, struct: _LowRank, weight: PackedWeight, pairs: Sequence[LowRank]) -> None:
-        shrink = PackedWeight([torch.cat([pair.a for pair in pairs])])
-        self.inner = max(self.inner, shrink.out_features)
-        self.nbytes += shrink.panels.nbytes
-        struct.shrink = shrink.struct
+    def fill(self, projection: int, weight: PackedWeight, layers: Sequence[LowRank]) -> NotFinite | None:
+        """Pack what the adapter adds to a projection, on this thread alone, mostly without Python's lock.
+
+        Args:
+            projection: its place in the order of `Projection` in cpu_lora.h.
+            weight: of the projection.
+        """
+        pairs = (_StoredPair * len(layers))(*map(_stored, layers))
+        inner, library_ = sum(len(layer.a) for layer in layers), library()
+        shrink = LinearStruct(in_features=weight.in_features, out_features=inner, dtype=DTYPE_CODES[self._dtype])
+        size = library_.inflight_ops_packed_bytes(ctypes.addressof(shrink)) // self._dtype.itemsize
+        panels = allocate(size, dtype=self._dtype)
+        shrink.panels = panels.data_ptr()
+        bad = library_.inflight_lora_shrink(ctypes.addressof(shrink), pairs, len(layers))
+        if bad:
+            return NotFinite(bad - 1, False)
         weights: list[PackedWeight] = []
         further: PackedWeight | None = weight
         while further is not None:
             weights.append(further)
             further = further.further
-        dense = _block_diagonal(pairs, sum(part.out_features for part in weights))
-        ranges = _ranges(pairs, len(dense))
-        structs = (_Expand * len(weights))()
+        expands = (_Expand * len(weights))()
         start = 0
-        for expand, part in zip(structs, weights):
-            end = start + part.out_features
-            self._expand(expand, dense[start:end], ranges[start:end], bool(part.struct.gated))
-            start = end
-        struct.parts = structs
-        self._parts += [shrink, structs]
+        for expand, part in zip(expands, weights):
+            bad = self._expand(expand, part, start, pairs)
+            if bad:
+                return NotFinite(bad - 1, True)
+            start += part.out_features
+        self.inner = max(self.inner, inner)
+        self.nbytes += panels.nbytes
+        self._parts += [panels, expands]
+        struct = self._projections[projection]
+        struct.shrink, struct.parts = shrink, expands
+        return None
 
-    def _expand(self, struct: _Expand, dense: Tensor, ranges: Tensor, gated: bool) -> None:
-        """The half panels of one `Linear`: `dense` [features, inner]; `ranges` int64 [features, 2], see `_ranges`."""
-        features = _features(len(dense), gated)
-        dense = torch.cat([dense, dense.new_zeros(1, dense.shape[1])])  # of the padding
-        ranges = torch.cat([ranges, torch.tensor([[dense.shape[1], 0]])])
-        of_half = ranges[features]
-        first, end = of_half[..., 0].amin(1), of_half[..., 1].amax(1)
-        halves = (_HalfPanel * len(features))()
-        blocks: list[Tensor] = []
-        offset = 0
-        for bounds in sorted(set(zip(first.tolist(), end.tolist()))):
-            low, high = bounds
-            if low >= high:
-                continue
-            chosen = ((first == low) & (end == high)).nonzero()[:, 0]
-            blocks.append(dense[features[chosen]][..., low:high].transpose(1, 2).reshape(-1))
-            size = _HALF * (high - low)
-            for place, index in enumerate(chosen.tolist()):
-                halves[index] = _HalfPanel(offset + place * size, low, high - low)
-            offset += len(chosen) * size
-        values = allocate(offset, dtype=dense.dtype)
-        if blocks:
-            torch.cat(blocks, out=values)
-        struct.values, struct.halves, struct.dtype = values.data_ptr(), halves, DTYPE_CODES[dense.dtype]
+    def _expand(self, struct: _Expand, part: PackedWeight, start: int, pairs: ctypes.Array[_StoredPair]) -> int:
+        """The half panels of one `Linear`, whose features begin at `start`; see `inflight_lora_expand`."""
+        panels = -(-part.num_results // (_HALF if part.struct.gated else 2 * _HALF))
+        halves = (_HalfPanel * (2 * panels))()
+        place = part.address, start, pairs, len(pairs)
+        values = allocate(library().inflight_lora_halves(*place, halves), dtype=self._dtype)
+        struct.values, struct.halves, struct.dtype = values.data_ptr(), halves, DTYPE_CODES[self._dtype]
         self.nbytes += values.nbytes
         self._parts += [values, halves]
+        bad: int = library().inflight_lora_expand(*place, ctypes.addressof(struct))
+        return bad
 
 
-def _block_diagonal(pairs: Sequence[LowRank], num_features: int) -> Tensor:
-    """B of a projection, [num_features, sum of ranks]."""
-    dense = pairs[0].b.new_zeros(num_features, sum(pair.b.shape[1] for pair in pairs))
-    column = 0
-    for pair in pairs:
-        features, rank = pair.b.shape
-        dense[pair.start : pair.start + features, column : column + rank] = pair.b
-        column += rank
-    return dense
-
-
-def _ranges(pairs: Sequence[LowRank], num_features: int) -> Tensor:
-    """First column of B that a feature uses, and the one behind its last; int64 [num_features, 2]."""
-    inner = sum(pair.b.shape[1] for pair in pairs)
-    ranges = torch.tensor([[inner, 0]]).repeat(num_features, 1)
-    column = 0
-    for pair in pairs:
-        features, rank = pair.b.shape
-        ranges[pair.start : pair.start + features] = torch.tensor([column, column + rank])
-        column += rank
-    return ranges
-
-
-def _features(num_features: int, gated: bool) -> Tensor:
-    """The feature of each column of each half panel, int64 [halves, kPanel / 2]; `num_features` in the padding.
-
-    See `Linear::feature_of` of cpu_ops.h: the halves of a gated panel are of the gate and of its operand.
-    """
-    results = num_features // 2 if gated else num_features
-    width = _HALF if gated else 2 * _HALF
-    panels = -(-results // width)
-    column = torch.arange(panels * width)
-    column[results:] = num_features
-    if not gated:
-        return column.view(-1, _HALF)
-    operand = torch.where(column < num_features, column + results, column)
-    return torch.stack([column.view(-1, _HALF), operand.view(-1, _HALF)], 1).view(-1, _HALF)
+def _stored(layer: LowRank) -> _StoredPair:
+    a, b = layer.a, layer.b
+    return _StoredPair(
+        a.data_ptr(), b.data_ptr(), layer.start, *b.shape, DTYPE_CODES[a.dtype], DTYPE_CODES[b.dtype], layer.scale
+    )

@@ -62,6 +62,9 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "inflight_ops_unpack_stored": ([c_void_p, c_void_p, c_int32], None),
     "inflight_ops_dequantize": ([c_void_p, c_int64, c_int64, *[c_void_p] * 4, c_int32], None),
     "inflight_ops_choose_codes": ([c_void_p, c_int32, c_int64, c_int64, *[c_void_p] * 4, c_int32], None),
+    "inflight_lora_shrink": ([c_void_p, c_void_p, c_int64], c_int64),
+    "inflight_lora_halves": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p], c_int64),
+    "inflight_lora_expand": ([c_void_p, c_int64, c_void_p, c_int64, c_void_p], c_int64),
     "inflight_ops_linear": ([c_void_p, c_void_p, c_int64, c_int32, c_void_p, c_int32], None),
     "inflight_ops_forward": (
         [*[c_void_p] * 5, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_void_p, c_int64, c_int32],

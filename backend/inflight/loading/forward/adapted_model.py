@@ -39,8 +39,15 @@ class AdaptedModel(Protocol):
     nbytes: int
     capturable: bool
 
-    def pack(self, matrices: Mapping[str, Matrices]) -> Any:
-        """The adapter, for `set_rows`: a `PackedMatrices`.  Called in another thread than forward passes."""
+    def pack(self, matrices: Mapping[str, Matrices], pause: Callable[[], None]) -> Any:
+        """The adapter, for `set_rows`: a `PackedMatrices`.  Called in another thread than forward passes.
+
+        Args:
+            pause: called after each millisecond of work, more or less; it waits while forward passes need the cores.
+
+        Raises:
+            AdapterError: matrices contain NaN or infinity.
+        """
 
     def set_rows(self, adapters: Sequence[Any], num_tokens: Sequence[int]) -> None:
         """The adapters of the next forward pass's rows, each None or what `pack` has returned, and the rows' tokens.

@@ -18,11 +18,16 @@ __all__ = ["AdaptedModules"]
 
 
 class _Adapter(NamedTuple):
-    matrices: Mapping[str, Matrices]
+    """
+    Attributes:
+        matrices: a and b, by the layers' paths.
+    """
+
+    matrices: Mapping[str, tuple[Tensor, Tensor]]
 
     @property
     def nbytes(self) -> int:
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in self.matrices.values())
+        return sum(a.nbytes + b.nbytes for a, b in self.matrices.values())
 
 
 class AdaptedModules:
@@ -47,8 +52,12 @@ class AdaptedModules:
         for path in called:
             linears[path].register_forward_hook(_Added(self, path))
 
-    def pack(self, matrices: Mapping[str, Matrices]) -> _Adapter:
-        return _Adapter(matrices)
+    def pack(self, matrices: Mapping[str, Matrices], pause: Callable[[], None]) -> _Adapter:
+        found = {}
+        for path, pair in matrices.items():
+            found[path] = pair.tensors(self.dtype)
+            pause()
+        return _Adapter(found)
 
     def set_rows(self, adapters: Sequence[_Adapter | None], num_tokens: Sequence[int]) -> None:
         tokens: dict[int, list[int]] = {}
@@ -72,9 +81,9 @@ class AdaptedModules:
         inputs, outputs = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]).clone()
         if len(inputs) != self._num_tokens:
             raise RuntimeError(f"{path} was called with {len(inputs)} rows in place of {self._num_tokens} tokens")
-        for pair, indices in rows:
-            own = inputs[indices].to(pair.a.dtype)
-            outputs[indices] += ((own @ pair.a.t()) @ pair.b.t()).to(outputs.dtype)
+        for (a, b), indices in rows:
+            own = inputs[indices].to(a.dtype)
+            outputs[indices] += ((own @ a.t()) @ b.t()).to(outputs.dtype)
         return outputs.view(y.shape)
 
 

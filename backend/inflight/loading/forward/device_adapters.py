@@ -158,15 +158,16 @@ class DeviceAdapters:
         self._num_tokens = 0  # of the forward pass, if its rows have adapters
         self._held: OrderedDict[int, _Packed | None] = OrderedDict.fromkeys(range(max_adapters))  # used last: last
 
-    def pack(self, matrices: Mapping[str, Matrices]) -> _Packed:
+    def pack(self, matrices: Mapping[str, Matrices], pause: Callable[[], None]) -> _Packed:
         values = self._queue.host_buffer(self._size * self.dtype.itemsize).zero_().view(self.dtype)[None]
         for product in self._products:
             slots = product.slots(values, self._rank)
             for part, (path, start) in enumerate(zip(product.paths, slots.starts)):
                 if path in matrices:
-                    a, b = matrices[path].a, matrices[path].b
+                    a, b = matrices[path].tensors(self.dtype)
                     slots.a[0, part * self._rank :][: len(a)] = a
                     slots.b[0, start : start + len(b), : b.shape[1]] = b
+            pause()
         return _Packed(values[0])
 
     @torch.inference_mode()

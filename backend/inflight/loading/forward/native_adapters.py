@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -40,16 +40,18 @@ class NativeAdapters:
                     start += size
                 self._projections.append((weight, starts))
 
-    def pack(self, matrices: Mapping[str, Matrices]) -> PackedAdapter:
-        return PackedAdapter(
-            [
-                (
-                    weight,
-                    [LowRank(start, matrices[path].a, matrices[path].b) for path, start in layers if path in matrices],
-                )
-                for weight, layers in self._projections
-            ]
-        )
+    def pack(self, matrices: Mapping[str, Matrices], pause: Callable[[], None]) -> PackedAdapter:
+        packed = PackedAdapter(len(self._projections), self.dtype)
+        for index, (weight, layers) in enumerate(self._projections):
+            used = [(start, matrices[path]) for path, start in layers if path in matrices]
+            if not used:
+                continue
+            wrong = packed.fill(index, weight, [LowRank(start, *each.stored(), each.scale) for start, each in used])
+            if wrong is not None:
+                pair = used[wrong.layer][1].pair
+                raise used[wrong.layer][1].not_finite((pair.b if wrong.is_b else pair.a).key, self.dtype)
+            pause()
+        return packed
 
     def set_rows(self, adapters: Sequence[PackedAdapter | None], num_tokens: Sequence[int]) -> None:
         used = [adapter for adapter in adapters if adapter is not None]
