@@ -91,3 +91,9 @@ class KVBlocks(Protocol):
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         """The bytes of `blocks` in a buffer of their own."""
+
+    def map_pages(self) -> None:
+        """Requests come: have the system provide the pool's memory, beside the steps and before anything fills it.
+
+        Returns at once, and the first call counts.
+        """
