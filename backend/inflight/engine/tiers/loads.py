@@ -32,8 +32,8 @@ class Loads(EngineListener):
 
     A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
     counted with the CPU time that it had at most: other processes may have delayed it.  A load counts with what it is
-    expected to take, and when it is done with what it took: the next ones wait for one that was slow.  A GPU needs no pace: what its
-    steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
+    expected to take, and when it is done with what it took: the next ones wait for one that was slow.  A GPU needs no
+    pace: what its steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
