@@ -20,20 +20,18 @@ from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
-# Of the time beside running requests, in which a tier's threads may use a core.  What the engine's thread does for them
-# takes a third as much, so that steps are longer by less than a tenth.
-_SHARE = 0.06
+_SHARE = 0.06  # of the time beside running requests: for a tier's threads; the engine's adds a third of that to steps
 _MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
 _SMOOTHING = 0.25
+_ROOMY = 4  # times
 
 
 class Loads(EngineListener):
     """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
 
     A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
-    counted with the CPU time that it had at most: other processes may have delayed it.  A load counts with what it is
-    expected to take, and when it is done with what it took: the next ones wait for one that was slow.  A GPU needs no
-    pace: what its steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
+    counted with the CPU time that it had at most: other processes may have delayed it.  A GPU needs no pace: what its
+    steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
@@ -56,7 +54,6 @@ class Loads(EngineListener):
         self._is_beside = False  # running requests
         self._left = math.inf  # CPU seconds that loads may still take in it
         self._earned = self._took = 0.0  # CPU seconds for loads, and seconds, of a step beside requests: smoothed
-        self._cpu_seconds = sum(tier.cpu_seconds for tier in tiers.tiers)  # of loads that are done
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
         self._num_made = self._num_done = 0  # steps
         self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
@@ -82,14 +79,12 @@ class Loads(EngineListener):
             blocks = self.pool.reserve(count, keep) if may_begin else None
             if blocks is None:
                 return None
-            load = self.tiers.loads[chain[first + count - 1]] = ExtentLoad(
-                chain, first, blocks, tier, cpu_seconds=tier.extent_cpu_seconds
-            )
+            load = self.tiers.loads[chain[first + count - 1]] = ExtentLoad(chain, first, blocks, tier)
             if self._num_made == self._num_done:
                 self.tiers.begin(load)
             else:
                 self._reserved.append((self._num_made, load))
-            self._left -= load.cpu_seconds
+            self._left -= tier.extent_cpu_seconds
         load.num_waiting += 1
         return load
 
@@ -109,14 +104,13 @@ class Loads(EngineListener):
             self._took += _SMOOTHING * (took - self._took)
         self._is_beside = bool(running)
         is_paced = self._is_beside and self.tiers.on_cores
-        ended = [load for load in self.tiers.loads.values() if load.done.done()]
-        left = self._left - self._overrun(ended)
-        self._began, self._left = now, (earned if is_paced else math.inf) + min(left, 0.0)
+        self._began, self._left = now, (earned if is_paced else math.inf) + min(self._left, 0.0)
         self._wanted.clear()
+        ended = [load for load in self.tiers.loads.values() if load.done.done()]
         for load in ended:
             self._end(load)
         for load in {id(load.chain): load for load in ended}.values():  # of each sequence the last
-            if not self.pool.is_roomy_for(load.first):
+            if self.pool.num_available < _ROOMY * load.first:  # else its head is not evicted while it is loaded
                 self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
 
     def arrived(self, sequences: Sequence[Request]) -> None:
@@ -153,11 +147,6 @@ class Loads(EngineListener):
             return False
         self._wanted[block_hash] = max(count, same)
         return True
-
-    def _overrun(self, ended: Sequence[ExtentLoad]) -> float:
-        """CPU seconds that these loads have taken beyond what was expected; may be negative."""
-        before, self._cpu_seconds = self._cpu_seconds, sum(tier.cpu_seconds for tier in self.tiers.tiers)
-        return self._cpu_seconds - before - sum(load.cpu_seconds for load in ended)
 
     def _end(self, load: ExtentLoad) -> None:
         hashes = load.chain[load.first : load.first + len(load.blocks)]

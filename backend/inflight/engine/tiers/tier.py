@@ -68,7 +68,6 @@ class Tier:
         errors: why a store failed -> how often.
         load_seconds, num_loaded: of the extents that were read and verified.
         extent_cpu_seconds: that the last of them took, smoothed.
-        cpu_seconds: that all reads have taken which are done, whether they yielded an extent or not.
         num_stored, num_dropped: extents that it took, or for which too many others waited.
     """
 
@@ -85,7 +84,7 @@ class Tier:
         self.name = name
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
-        self.extent_cpu_seconds, self.cpu_seconds = _UNMEASURED_CPU_SECONDS, 0.0
+        self.extent_cpu_seconds = _UNMEASURED_CPU_SECONDS
         self._store = store
         self._seal = seal
         self._writes_second = writes_second
@@ -246,16 +245,14 @@ class Tier:
             self._failed(error, self._reads)
             return False
         finally:
-            took, cpu = self._end(start), self._cpu_clock() - cpu
-            with self._lock:
-                self.cpu_seconds += cpu
+            took = self._end(start)
         with self._lock:
             self._reads.errors_in_row = 0
             self.num_loaded += 1
             self.load_seconds += took
             old = self._extent_seconds
             self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
-            self.extent_cpu_seconds += _SMOOTHING * (cpu - self.extent_cpu_seconds)
+            self.extent_cpu_seconds += _SMOOTHING * (self._cpu_clock() - cpu - self.extent_cpu_seconds)
         return True
 
     def _read(self, key: bytes, frames: Frames) -> bool:

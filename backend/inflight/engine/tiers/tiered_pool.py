@@ -16,7 +16,6 @@ from inflight.engine.request import Request
 __all__ = ["TieredPool"]
 
 _MOST_SHARE = 0.25
-_ROOMY = 4  # times as many blocks as a prefix has can be had: it is not evicted while the rest is loaded
 
 
 class TieredPool(KVPool):
@@ -88,14 +87,11 @@ class TieredPool(KVPool):
         """
         if len(self.reserved) + count > self.most_reserved:
             return None
-        is_kept = frozenset(keep if count > len(self._free) else ()).__contains__
-        if not self.is_roomy_for(len(keep) + count):
+        if count > len(self._free):
             self.touch(keep)
             if count > self.num_available - self.num_reclaimed(keep):
                 return None
         while count > len(self._free):
-            if is_kept(next(iter(self._cached))):
-                self.touch(keep)
             self._evict()
         blocks = sorted(self._free.pop() for _ in range(count))
         for block in blocks:
@@ -137,10 +133,6 @@ class TieredPool(KVPool):
     def cached(self, hashes: Sequence[bytes]) -> list[int]:
         """The blocks of these hashes that the prefix cache has, owned or not."""
         return [block for block in map(self._block_of.get, hashes) if block is not None]
-
-    def is_roomy_for(self, count: int) -> bool:
-        """Whether so many more blocks can be had that the order of eviction does not matter to `count` new ones."""
-        return self.num_available >= _ROOMY * count
 
     def touch(self, blocks: Sequence[int]) -> None:
         """Make cached blocks the last to be evicted, the first of them last."""

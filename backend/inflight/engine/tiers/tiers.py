@@ -38,7 +38,6 @@ class ExtentLoad:
         done: whether `blocks` contain it now, verified; its own future until `Tiers.begin`.
         num_waiting: requests that wait for it.
         is_adopted: its blocks are in the prefix cache, or were; None: it is on its way.
-        cpu_seconds: that it was expected to take when it was reserved.
     """
 
     chain: Sequence[bytes]
@@ -48,7 +47,6 @@ class ExtentLoad:
     done: Future[bool] = field(default_factory=Future)
     num_waiting: int = 0
     is_adopted: bool | None = None
-    cpu_seconds: float = 0.0
 
 
 @dataclass

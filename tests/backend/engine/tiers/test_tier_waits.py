@@ -93,24 +93,6 @@ def test_beside_running_requests_loads_take_six_hundredths_of_a_core():
     assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
 
 
-def test_loads_that_were_slower_than_expected_delay_the_next_ones():
-    """Each takes 3 ms of a core, and the first were expected to take a tenth of that; a step takes a millisecond."""
-    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-3)
-    [tier] = rig.tiers.tiers
-    tier.extent_cpu_seconds = 3e-4
-    add(rig.core, 1, [5], max_tokens=200, ignore_eos=True)
-    rig.step()
-    add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
-    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1.0):
-        while not tier.num_loaded:
-            rig.step(99)
-        after = []
-        for _ in range(60):
-            rig.step(99)
-            after.append(tier.num_loaded)
-    assert after[39] == 1 < after[-1]  # 3 ms at 0.06 of a core are fifty steps
-
-
 def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeypatch):
     """Of fifty on one prefix, a step looks up no block that it has found, and asks no other policy."""
     rig = rig_of(stored(), max_num_seqs=64)
