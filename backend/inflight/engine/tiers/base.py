@@ -93,4 +93,4 @@ class KVBlocks(Protocol):
         """The bytes of `blocks` in a buffer of their own."""
 
     def map_pages(self) -> None:
-        """Requests come: have the system provide the pool's memory, beside the steps; returns at once."""
+        """Have the system provide the pool's memory, beside the steps; returns at once."""
