@@ -20,7 +20,7 @@ from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
-_SHARE = 0.06  # of the time beside running requests in which a tier's threads may use a core; the engine's thread works, too
+_SHARE = 0.06  # of the time beside running requests in which a tier's threads may use a core
 _MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
 _SMOOTHING = 0.25
 
