@@ -184,6 +184,7 @@ def many(side: str, arguments: dict[str, Any]) -> common.Run:
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
     core = engine(arguments, tiers=side in ("alone", "loaded"))
+    wait_for_pages(core)
     if side == "cached":
         common.add(core, 1000, question(arguments, 1000), max_tokens=1)
         run(core)
@@ -213,13 +214,23 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     ]
     assert max(earlier for earlier, _ in gaps) > begun + WINDOW, "the streams end within the window"
     waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
+    own = [(earlier, later) for earlier, later in gaps if side != "alone" and first <= later <= came[100][-1][0]]
     return {
         **figures_of("", [gap for gap in gaps if gap[0] <= begun + WINDOW]),
         **(figures_of("waiting_", waiting) if side == "loaded" else {}),
+        **(figures_of("own_", own) if own else {}),
         "seconds": first - begun,
         "hits": hits(core),
         "steps": kinds([step for step in steps if step[1] <= first]),
     }
+
+
+def wait_for_pages(core: Any) -> None:
+    """Until the system has provided the pool's memory, as it has in an engine that has been up for a minute."""
+    import threading
+
+    while any(thread.name == "kv-pages" for thread in threading.enumerate()):
+        time.sleep(0.01)
 
 
 def kinds(steps: list[tuple[str, float, float]]) -> dict[str, dict[str, float]]:
@@ -295,6 +306,9 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         }
     names = ("p50", "p99", "longest")
     ratios = {side: {name: common.median_ratio(runs[side], runs["alone"], name) for name in names} for side in runs}
+    ratios["own steps: loaded / cached"] = {
+        name: common.median_ratio(runs["loaded"], runs["cached"], f"own_{name}") for name in names
+    }
     ratios["loaded / cached"] = {name: common.median_ratio(runs["loaded"], runs["cached"], name) for name in names}
     ratios["while it is loaded"] = {
         name: statistics.median(
@@ -302,7 +316,9 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         )
         for name in names
     }
-    return {"medians": common.medians(runs, *names, "gaps"), **ratios}
+    columns = ("quiet", "alone"), ("from the pool", "cached"), ("from the tier", "loaded")
+    three = {column: {name: common.median(runs[side], name) for name in (*names, "gaps")} for column, side in columns}
+    return {"columns": three, "medians": common.medians(runs, *names, "gaps"), **ratios}
 
 
 def run_side(side: str, arguments: dict[str, Any]) -> common.Run:

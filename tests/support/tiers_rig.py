@@ -70,6 +70,9 @@ class ByteRunner(PagedHashRunner):
     def copy(self, blocks: Sequence[int]) -> memoryview:
         return memoryview(b"".join(self.frames(blocks)))
 
+    def map_pages(self) -> None:
+        pass
+
 
 class Directed:
     """Implements `Workers`: tasks run when the test says so.  One hand for all tiers of an engine."""

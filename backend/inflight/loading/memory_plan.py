@@ -177,7 +177,8 @@ def _num_blocks(config: EngineConfig, bytes_per_block: int, max_model_len: int, 
         if config.kv_cache_memory is not None:
             size, source = parse_bytes(config.kv_cache_memory), f"kv_cache_memory={config.kv_cache_memory!r}"
             budget = _Budget(size, source, "raise kv_cache_memory")
-        num_blocks = min(budget.size // bytes_per_block, config.max_num_seqs * blocks_per_request)
+        most_requests = config.max_num_seqs + bool(config.kv_tiers)  # loads fill blocks beside the longest request
+        num_blocks = min(budget.size // bytes_per_block, most_requests * blocks_per_request)
     if num_blocks < blocks_per_request:
         tokens = num_blocks * config.block_size
         missing = format_bytes((blocks_per_request - num_blocks) * bytes_per_block)

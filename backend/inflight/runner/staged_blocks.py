@@ -98,6 +98,9 @@ class StagedBlocks:
                 buffer.host[start:size].copy_(buffer.device[start:size], non_blocking=True)
             return payload.copy().data
 
+    def map_pages(self) -> None:
+        """A GPU's memory is there."""
+
     @contextmanager
     def _buffer(self, blocks: Sequence[int]) -> Iterator[tuple[_Buffer, np.ndarray, int]]:
         """A buffer that begins with the indices of `blocks`; where their bytes are, on the host; where these end."""

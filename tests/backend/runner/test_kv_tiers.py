@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +119,33 @@ def test_a_conversation_returns_in_a_new_engine(tmp_path, kind, options):
 
 
 @pytest.mark.nightly
+def test_an_engine_of_one_request_loads_too(tmp_path):
+    """Its pool has room for loads beside the longest request."""
+    folder = make_checkpoint("llama", tmp_path, max_position_embeddings=512)
+    with engine(folder, tmp_path / "kv", max_num_seqs=1) as llm:
+        [(said, _)] = outputs(llm, [PROMPT], 4)
+    with engine(folder, tmp_path / "kv", max_num_seqs=1) as llm:
+        [(again, cached)] = outputs(llm, [PROMPT], 4)
+    assert again == said and cached >= 128
+
+
+def test_the_pools_memory_is_provided_and_stays_as_it_is():
+    caches = [CpuAttention().new_cache(512, 4, LayerSpec(4, 2, 32, 32, 1.0), torch.float32, torch.device("cpu"))]
+    fill(caches)
+    blocks = PoolBlocks(caches)
+    before = bytes(blocks.copy(range(512)))
+    blocks.map_pages()
+    blocks.map_pages()
+    for thread in threading.enumerate():
+        if thread.name == "kv-pages":
+            thread.join(60)
+    assert bytes(blocks.copy(range(512))) == before
+    stop = blocks._stop
+    del blocks
+    gc.collect()
+    assert stop.value == 1  # a thread that is not through ends
+
+
 def test_a_changed_byte_on_disk_is_computed(tmp_path, folder):
     with engine(folder, tmp_path) as llm:
         [(said, _)] = outputs(llm, [PROMPT], 4)

@@ -205,7 +205,7 @@ def test_every_request_gets_its_tokens_whatever_the_tiers_do(load, tiers, overla
     ["disk", "disk:1GiB:1GB/s", "disk:1GiB:1GB:1ms", "tape:1GiB:1GB/s:1ms", "disk:1GiB:1GB/s:1", "disk:1GiB:1GB/s:1h"],
 )
 def test_what_is_not_a_tier_is_rejected(text):
-    with pytest.raises(ConfigError, match="expected TYPE:SIZE:RATE:LATENCY"):
+    with pytest.raises(ConfigError, match=r'expected TYPE:SIZE:RATE:LATENCY.*for "lmcache", give the type'):
         parse_kv_tier(text)
 
 

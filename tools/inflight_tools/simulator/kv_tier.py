@@ -63,7 +63,8 @@ def parse_kv_tier(text: str) -> TierSpec:
     if len(parts) != 4 or parts[0] not in _TYPES or not parts[2].endswith("/s") or latency is None:
         raise ConfigError(
             f"--kv-tier {text!r}: expected TYPE:SIZE:RATE:LATENCY with one of {', '.join(_TYPES)}, such as "
-            "disk:100GiB:1.6GB/s:0.2ms"
+            'disk:100GiB:1.6GB/s:0.2ms; for "lmcache", give the type of its medium: '
+            '"disk", or "redis" if replicas share it'
         )
     size, rate = parse_bytes(parts[1]), parse_bytes(parts[2].removesuffix("/s"))
     if not size or not rate:
@@ -302,6 +303,9 @@ class VirtualBlocks:
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         return memoryview(bytes(len(blocks)))
+
+    def map_pages(self) -> None:
+        pass
 
 
 class SimulatedTiers:

@@ -91,3 +91,6 @@ class KVBlocks(Protocol):
 
     def copy(self, blocks: Sequence[int]) -> memoryview:
         """The bytes of `blocks` in a buffer of their own."""
+
+    def map_pages(self) -> None:
+        """Have the system provide the pool's memory, beside the steps; returns at once."""

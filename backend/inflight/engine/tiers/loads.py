@@ -20,7 +20,7 @@ from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
-_SHARE = 0.1  # of the time beside running requests in which a tier's threads may use a core
+_SHARE = 0.06  # of the time beside running requests in which a tier's threads may use a core
 _MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
 _SMOOTHING = 0.25
 
@@ -28,9 +28,8 @@ _SMOOTHING = 0.25
 class Loads(EngineListener):
     """Beside running requests, loads begin at the pace at which they lengthen steps by a tenth, or less.
 
-    A CPU computes a step on all of its cores, so each moment of a tier's thread makes one of them late.  A step is
-    counted with the CPU time that it had at most: other processes may have delayed it.  A GPU needs no pace: what its
-    steps share with loads is the bus, on which a tier has at most an extent for each of its threads.
+    A CPU computes a step on all of its cores, so each moment of a tier's thread makes one late.  A step is counted with
+    the CPU time that it had at most: others may have delayed it.  A GPU needs no pace: its steps share the bus alone.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
@@ -109,7 +108,11 @@ class Loads(EngineListener):
         for load in ended:
             self._end(load)
         for load in {id(load.chain): load for load in ended}.values():  # of each sequence the last
-            self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
+            if self.pool.num_available < 4 * load.first:  # else its head is not evicted while it is loaded
+                self.pool.touch(self.pool.cached(load.chain[: load.first + len(load.blocks)]))
+
+    def arrived(self, sequences: Sequence[Request]) -> None:
+        self.tiers.blocks.map_pages()
 
     def left(self, request: Request) -> None:
         self._preempted.add(request)

@@ -2,8 +2,7 @@
 
     reserved  written by one load, of no request and not in the prefix cache  -> `reserved`
 
-A load fills reserved blocks beside the steps.  Once verified, they are adopted: cached, like blocks that a request has
-released.  A request then finds them as any prefix.
+A load fills them beside the steps.  Once verified, they are adopted: cached, like blocks that a request has released.
 """
 
 from __future__ import annotations
@@ -85,9 +84,11 @@ class TieredPool(KVPool):
         Returns:
             None if that would be too many; then nothing has changed.
         """
-        self.touch(keep)
-        num_kept = self.num_reclaimed(keep)
-        if len(self.reserved) + count > self.most_reserved or count > self.num_available - num_kept:
+        num_available = len(self._free)
+        if count > num_available:
+            self.touch(keep)
+            num_available = self.num_available - self.num_reclaimed(keep)
+        if len(self.reserved) + count > self.most_reserved or count > num_available:
             return None
         while count > len(self._free):
             self._evict()

@@ -1,7 +1,10 @@
 // The part of the C ABI that attention and decoder share: version, choice of the instruction set, memory advice.
+#include <sched.h>
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <string_view>
+#include <thread>
 
 #include "cpu_ops.h"
 #include "cpu_sampler.h"
@@ -76,12 +79,21 @@ const InstructionSet* chosen = find("");
 const int64_t distance = made_by_intel() ? 4096 : 512;
 
 constexpr uintptr_t kPage = 4096;
+constexpr int64_t kPiece = 2 << 20;  // of a huge page's size: one fault, and no longer until the next look at `stop`
 
 // madvise() for the whole pages within a range of memory.
 void advise(char* data, int64_t bytes, int advice) {
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
   const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
   if (end > begin) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+}
+
+// Write a byte of each page without changing it, whatever other threads write there meanwhile: each keeps its value.
+void map_pages(char* data, int64_t bytes) {
+  for (int64_t at = 0; at < bytes; at += kPage) {
+    char found = __atomic_load_n(data + at, __ATOMIC_RELAXED);
+    __atomic_compare_exchange_n(data + at, &found, found, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
 }
 
 }  // namespace
@@ -99,7 +111,7 @@ using namespace inflight;
 extern "C" {
 
 // Incremented whenever a struct or a signature changes; library.py accepts this version only.
-int inflight_abi() { return 10; }
+int inflight_abi() { return 12; }
 
 // Digest of the sources; build.py searches the file for it.
 #if defined(INFLIGHT_SOURCES)
@@ -126,6 +138,25 @@ void inflight_advise_huge_pages(char* data, int64_t bytes) {
 
 // Return the whole pages within the range to the system; their contents are lost.
 void inflight_discard(char* data, int64_t bytes) { advise(data, bytes, MADV_DONTNEED); }
+
+// Have the system provide the pages of `count` ranges, from their beginnings on, in a thread that has the cores only
+// when nothing else wants them, until *stop is not 0.  Other threads may use the ranges meanwhile.
+// The thread ends here: one without the right to leave the idle priority could not take the interpreter's lock after it.
+void inflight_map_pages(char* const* data, const int64_t* bytes, int64_t count, const int32_t* stop) {
+  std::thread([=] {
+#if defined(SCHED_IDLE)
+    const sched_param lowest{};
+    sched_setscheduler(0, SCHED_IDLE, &lowest);
+#endif
+    const int64_t longest = count ? *std::max_element(bytes, bytes + count) : 0;
+    for (int64_t at = 0; at < longest; at += kPiece) {
+      for (int64_t i = 0; i < count; ++i) {
+        if (__atomic_load_n(stop, __ATOMIC_RELAXED)) return;
+        map_pages(data[i] + at, std::min(kPiece, bytes[i] - at));
+      }
+    }
+  }).join();
+}
 
 }  // extern "C"
 #pragma GCC visibility pop

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import logging
 import os
+from collections.abc import Sequence
 from ctypes import c_char_p, c_int32, c_int64, c_void_p
 
 import torch
@@ -29,6 +30,7 @@ __all__ = [
     "instruction_set",
     "library",
     "load",
+    "map_pages",
     "unavailable",
     "use_instruction_set",
 ]
@@ -40,7 +42,7 @@ _FORKED = (
     'product would wait for them for ever; start it with multiprocessing\'s "spawn" method'
 )
 
-ABI = 10  # of cpu_library.cpp
+ABI = 12  # of cpu_library.cpp
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SLACK = 64  # bytes that kernels may read past the end of an allocation
 _REBUILD = "run `python -m inflight.kernels.cpu.build`"
@@ -51,6 +53,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "inflight_use_instruction_set": ([c_char_p], c_int32),
     "inflight_advise_huge_pages": ([c_void_p, c_int64], None),
     "inflight_discard": ([c_void_p, c_int64], None),
+    "inflight_map_pages": ([c_void_p, c_void_p, c_int64, c_void_p], None),
     "inflight_attention_write": ([c_void_p, c_void_p, *_ROWS, *_ROWS, c_int32, c_int32], None),
     "inflight_attention_attend": ([c_void_p, c_void_p, *_ROWS, c_int32, c_void_p, c_void_p, c_int32], None),
     "inflight_ops_packed_bytes": ([c_void_p], c_int64),
@@ -170,6 +173,16 @@ def allocate(*shape: int, dtype: torch.dtype) -> Tensor:
     flat = torch.empty(count + _SLACK // dtype.itemsize, dtype=dtype)
     library().inflight_advise_huge_pages(flat.data_ptr(), flat.nbytes)
     return flat[:count].view(shape)
+
+
+def map_pages(addresses: Sequence[int], sizes: Sequence[int], stop: c_int32) -> None:
+    """Have the system provide the pages of ranges of memory, at idle priority; returns when it has, or `stop` is set.
+
+    The calling thread waits, without the interpreter's lock.  Bytes stay as they are or as other threads write them.
+    """
+    count = len(addresses)
+    data, bytes_ = (c_void_p * count)(*addresses), (c_int64 * count)(*sizes)
+    library().inflight_map_pages(data, bytes_, count, ctypes.byref(stop))
 
 
 def discard(tensor: Tensor) -> None:
