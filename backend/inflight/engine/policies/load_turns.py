@@ -57,7 +57,7 @@ class LoadTurns(EngineListener):
         self._shares = shares
         self._loading: list[_Load] = []
         self._waiting: dict[Request, None] = {}  # for their turn, in the order in which they asked
-        self._next: Request | None = None  # of those that wait
+        self._next: Request | None = None  # of `_waiting`
         self._ahead: dict[str, None] = {}  # accounts that have loaded one ahead
         self._payers: dict[str, str] = {}  # id of an adapter in memory -> account
         self._tokens = self._seconds = 0.0  # of the last steps
