@@ -129,14 +129,11 @@ class Machine:
     def ask(self, tenant: str, adapter: str = "", prompt: int = 6, output: int = 6, **fields: Any) -> int | None:
         """The request's id, or None if it is refused."""
         number = len(self.arrived)
+        n = fields.pop("n", 1)
         pooling = Pooling("embed", "last") if fields.pop("pooled", False) else None
         ref = AdapterRef(adapter, f"id of {adapter}", "/nowhere", 4) if adapter else None
         attached = Attached(adapter=ref, pooling=pooling)
-        params = (
-            void_params()
-            if pooling
-            else SamplingParams(max_tokens=output, ignore_eos=True, seed=0, n=fields.pop("n", 1))
-        )
+        params = void_params() if pooling else SamplingParams(max_tokens=output, ignore_eos=True, seed=0, n=n)
         message = AddRequest(number, [2] * prompt, params, arrival=self.now, tenant=tenant, attached=attached, **fields)
         self.arrived[number] = self.now
         failure = self.core.add_request(message)
