@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
@@ -37,8 +37,16 @@ class Outcome(NamedTuple):
 class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
-    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
-        """A new engine core: it has no requests.  `goes_before`: whether a request is admitted before another one."""
+    def reset(self, goes_before: Callable[[Any, Any], bool], leaving: Callable[[Sequence[str]], Sequence[str]]) -> None:
+        """A new engine core: it has no requests.
+
+        Args:
+            goes_before: whether a request is admitted before another one.
+            leaving: of ids in the order of their last use, the order in which they leave if room is needed.
+        """
+
+    def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]] | None:
+        """Its load, which can be done; None: it is neither in memory nor on its way there."""
 
     def start(self, ref: AdapterRef) -> None:
         """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""

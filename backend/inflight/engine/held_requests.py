@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from inflight.engine.deltas import RequestFailed
-from inflight.engine.policies.base import NotYet, RequestQueue
+from inflight.engine.policies.base import MAX_HELD, NotYet, RequestQueue
 from inflight.engine.request import Request
 
 __all__ = ["HELD_POLL_SECONDS", "HeldRequests"]
@@ -25,7 +25,7 @@ class HeldRequests:
         limit: most requests held.
     """
 
-    def __init__(self, queue: RequestQueue, clock: Callable[[], float], limit: int = 256) -> None:
+    def __init__(self, queue: RequestQueue, clock: Callable[[], float], limit: int = MAX_HELD) -> None:
         self.limit = limit
         self._queue = queue
         self._clock = clock

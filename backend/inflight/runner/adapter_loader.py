@@ -96,6 +96,11 @@ class AdapterLoader:
         self._threads = TierThreads(1, "adapters", 0)  # a daemon, which starts with the first load
         self._used = self._waited = 0.0
 
+    @property
+    def waited(self) -> float:
+        """Seconds that the load whose thread asks has waited for its pace: nobody pays for them."""
+        return self._waited
+
     def submit(self, load: Callable[[], None]) -> None:
         """Load; it raises nothing."""
         self._threads.submit(self._run, load)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -36,6 +36,8 @@ _log = logging.getLogger(__name__)
 
 # Seconds that an unused adapter stays after a request asked about it: it waits for a slot or for blocks.
 _RECENT = 0.5
+# Seconds that it counts as its tenant's place in memory.
+_COUNTED = 60.0
 # Seconds after which requests that wait for room make another adapter's requests wait; then one more's, as often.
 _PATIENCE = 2.0
 # Seconds after which a request that asked for room no longer counts: others go before it.  Longer than any step.
@@ -109,6 +111,7 @@ class AdapterTable:
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
+        self._leaving: Callable[[Sequence[str]], Sequence[str]] = list
         self._pace, self._loader = pace, AdapterLoader(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
@@ -116,12 +119,20 @@ class AdapterTable:
         entry = self._entries.get(adapter_id)
         return entry if entry is not None and entry.packed is not None else None
 
-    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None:
-        self._goes_before = goes_before
+    def reset(
+        self,
+        goes_before: Callable[[Any, Any], bool],
+        leaving: Callable[[Sequence[str]], Sequence[str]] = list,
+    ) -> None:
+        self._goes_before, self._leaving = goes_before, leaving
         for entry in self._entries.values():
             entry.num_held = 0
         self._waiting.clear()
         self._promised.clear()
+
+    def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]] | None:
+        entry = self._entries.get(ref.id)
+        return None if entry is None else entry.loaded
 
     def start(self, ref: AdapterRef) -> None:
         if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
@@ -246,7 +257,7 @@ class AdapterTable:
             reason = f"adapter {ref.name!r}: internal error while it was loaded: {type(error).__name__}: {error}"
             entry.loaded.set_exception(AdapterError(reason))
         else:
-            seconds, modules = time.monotonic() - start, len(content.pairs)
+            seconds, modules = time.monotonic() - start - self._loader.waited, len(content.pairs)
             _log.info("adapter %r: rank %d, %s, in %.2f s", ref.name, ref.rank, format_bytes(packed.nbytes), seconds)
             entry.packed = packed
             entry.loaded.set_result({"bytes": packed.nbytes, "modules": modules, "seconds": seconds, **_facts(ref)})
@@ -274,15 +285,24 @@ class AdapterTable:
         return first if now - last < _NOT_NEXT else now
 
     def _evict(self, now: float, impatient: bool = False) -> bool:
-        """Drop the adapter that was used least recently, if all places are taken; whether there is a place."""
+        """Drop an adapter, if all places are taken: the one that was used least recently, unless `_leaving` differs.
+
+        Returns:
+            Whether there is a place.
+        """
         if len(self._entries) < self._limit:
             return True
-        for adapter_id, entry in self._entries.items():
-            is_idle = entry.num_held == 0 and entry.loaded.done()
-            if is_idle and (impatient or now - entry.asked >= _RECENT):
-                del self._entries[adapter_id]
-                return True
-        return False
+        idle = {
+            key
+            for key, entry in self._entries.items()
+            if entry.num_held == 0 and entry.loaded.done() and (impatient or now - entry.asked >= _RECENT)
+        }
+        if not idle:
+            return False
+        order = [key for key in self._leaving(list(self._entries)) if key in idle]
+        unused = (key for key in order if now - self._entries[key].asked >= _COUNTED)
+        del self._entries[next(unused, order[0])]
+        return True
 
     def _draining(self, now: float) -> list[Entry]:
         """Adapters that start no more requests, because requests of others have waited too long for room.

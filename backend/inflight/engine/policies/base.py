@@ -18,9 +18,11 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 
 __all__ = [
+    "MAX_HELD",
     "AdmissionPolicy",
     "ArrivalPolicy",
     "BudgetPolicy",
+    "LoadShares",
     "NotYet",
     "OrderPolicy",
     "Policies",
@@ -109,6 +111,9 @@ class UrgencyPolicy(Protocol):
 VictimPolicy = Callable[[Sequence[Request]], Request]
 
 
+MAX_HELD = 256  # requests for which the answer was "not yet"; then it means no
+
+
 @dataclass(frozen=True)
 class NotYet:
     """A request waits for something outside the engine: a grammar to compile, KV to arrive.
@@ -149,6 +154,22 @@ class AdmissionPolicy(Protocol):
         Args:
             prefix: the blocks that the prefix cache would give it.
         """
+
+
+class LoadShares(Protocol):
+    """Fair shares, as the loads that requests cause need them; a request stands for its tenant."""
+
+    def account(self, request: Request) -> str:
+        """Name of the account that pays for what the request causes."""
+
+    def is_next(self, request: Request) -> bool:
+        """Whether no other tenant with requests that may start goes before the request's."""
+
+    def goes_before(self, request: Request, other: Request) -> bool:
+        """See `Rank`."""
+
+    def charge(self, request: Request, tokens: float) -> None:
+        """Count the cost of something else as if it were so many tokens; a negative one corrects an estimate."""
 
 
 class BudgetPolicy(Protocol):

@@ -5,12 +5,13 @@ A tenant here is an account (`engine/policies/tenant_accounts.py`): names that c
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996) with the token as the unit of service, as in
 the virtual token counter of Sheng et al. (OSDI 2024, arXiv:2401.00588).  Each tenant has a tag:
 
-    tag = (tokens computed for it + tokens that its running requests can still take) / weight
+    tag = (tokens computed for it + tokens that its running requests can still take + its loads) / weight
 
 and of the tenants in line (a request waits, and the cap on running sequences leaves room) the one with the
 smallest tag is next.  Admission adds a request's largest possible cost to the tag; when the request leaves,
 its unused part is subtracted again.  So the tag ends up exact for any `max_tokens` that a client declares,
-and steps need no counting.
+and steps need no counting.  `charge` adds what a tenant causes beside the steps: the load of an adapter, as many
+tokens as the engine computes in that time (`load_turns.py`).
 
     virtual time    the largest tag at which a request was admitted so far
     joining         a tenant that was not in line starts at the virtual time or at its tag, whichever
@@ -24,7 +25,12 @@ largest cost of a request (its prompt and `max_tokens`) and S = `max_num_seqs`,
 since running requests keep their slots: a tenant that was alone can hold all S slots when the
 other arrives.  (At a's last admission its tag was at most b's, so a's service exceeds b's by at
 most the tokens that b's running requests can still take, S * L / w_b, and one request of a; the
-other terms bound the difference at t1.)
+other terms bound the difference at t1.)  With loads, W contains them, and L is at least the largest one.
+
+A request that admission holds back is out of the queue, in one of a few places for all tenants (`HeldRequests`).  A
+tenant that holds more of them than are free is not in line until one of its own returns or ends: so k tenants that
+only cause waits hold k / (k + 1) of them, and others always find one (Choudhury and Hahne, Dynamic Queue Length
+Thresholds, IEEE/ACM Transactions on Networking 1998).
 """
 
 from __future__ import annotations
@@ -36,6 +42,7 @@ from heapq import heappop, heapreplace
 
 from inflight.config import TenantOptions
 from inflight.engine.events import EngineListener
+from inflight.engine.policies.base import MAX_HELD
 from inflight.engine.policies.due_order import DueOrder
 from inflight.engine.policies.tenant_accounts import TenantAccounts
 from inflight.engine.request import Request
@@ -56,6 +63,7 @@ class _Tenant:
         tag: virtual time at which it is next; tokens per weight.
         last_admission: number of its last admission among those of all tenants; of equal tags the lowest is next.
         running: in the order of `queue`'s `position`.
+        held: taken out of the queue, and neither admitted nor ended.
         entry: its place in the line, or None while it is not in line.
     """
 
@@ -66,6 +74,7 @@ class _Tenant:
     tag: float = 0.0
     last_admission: int = 0
     running: list[Request] = field(default_factory=list)
+    held: set[Request] = field(default_factory=set)
     entry: _Entry | None = None
 
     @property
@@ -96,7 +105,8 @@ class FairQueue(EngineListener):
         self._idle: dict[str, None] = {}  # least recently busy first
         self._line: list[_Entry] = []  # sorted
         self._virtual_time = 0.0
-        self._num_waiting = self._num_admitted = self._num_tenants = 0
+        self._crowded: set[_Tenant] = set()  # with requests that wait, but too many held
+        self._num_waiting = self._num_admitted = self._num_tenants = self._num_held = 0
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -112,6 +122,7 @@ class FairQueue(EngineListener):
     def add(self, request: Request) -> None:
         tenant = self._tenant(request)
         self._idle.pop(tenant.name, None)
+        self._no_longer_held(request, tenant)
         tenant.queue.add(request)
         self._num_waiting += 1
         if tenant.entry is None:
@@ -128,7 +139,7 @@ class FairQueue(EngineListener):
             tag, _, number, tenant, taken = heap[0]
             request = tenant.queue[taken]
             found.append(request)
-            if taken + 1 < tenant.startable:
+            if taken + 1 < min(tenant.startable, self._holdable(tenant)):
                 heapreplace(
                     heap, (tag + tenant.cost(request), self._num_admitted + len(found), number, tenant, taken + 1)
                 )
@@ -140,7 +151,9 @@ class FairQueue(EngineListener):
         tenant = self._tenant(request)
         tenant.queue.remove(request)
         self._num_waiting -= 1
-        if not tenant.queue:
+        tenant.held.add(request)  # unless it is admitted or ends
+        self._num_held += 1
+        if not tenant.queue or self._holdable(tenant) <= 0:
             self._line_up(tenant)
 
     def ahead(self, request: Request) -> list[Request]:
@@ -182,6 +195,7 @@ class FairQueue(EngineListener):
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         tenant = self._tenant(request)
         self._idle.pop(tenant.name, None)
+        self._no_longer_held(request, tenant)
         self._num_admitted += 1
         self._virtual_time = max(self._virtual_time, tenant.tag)
         tenant.tag += tenant.cost(request)
@@ -194,6 +208,37 @@ class FairQueue(EngineListener):
         tenant.tag -= tenant.cost(request)
         tenant.running.remove(request)
         self._line_up(tenant)
+
+    def ended(self, request: Request) -> None:
+        tenant = self._tenants.get(self._accounts.of(request.tenant))
+        if tenant is not None and request in tenant.held:
+            self._no_longer_held(request, tenant)
+            self._line_up(tenant)
+
+    def account(self, request: Request) -> str:
+        return self._accounts.of(request.tenant)
+
+    def is_next(self, request: Request) -> bool:
+        return not self._line or self._tag(self._tenant(request)) <= self._line[0][0]
+
+    def charge(self, request: Request, tokens: float) -> None:
+        tenant = self._tenant(request)
+        if tokens > 0:  # service begins, as with an admission
+            tenant.tag = self._tag(tenant)
+            self._virtual_time = max(self._virtual_time, tenant.tag)
+        tenant.tag += tokens / tenant.options.weight
+        self._line_up(tenant)
+
+    def _holdable(self, tenant: _Tenant) -> int:
+        """How many more of its requests may be held, so that it then holds at most one more than are free."""
+        return (MAX_HELD - self._num_held - len(tenant.held)) // 2 + 1
+
+    def _no_longer_held(self, request: Request, tenant: _Tenant) -> None:
+        if request in tenant.held:
+            tenant.held.remove(request)
+            self._num_held -= 1
+            for other in [*self._crowded]:
+                self._line_up(other)
 
     def _tenant(self, request: Request) -> _Tenant:
         name = self._accounts.of(request.tenant)
@@ -215,12 +260,15 @@ class FairQueue(EngineListener):
         if tenant.entry is not None:
             del self._line[bisect_left(self._line, tenant.entry)]
             tenant.entry = None
-        if tenant.startable > 0:
+        self._crowded.discard(tenant)
+        if tenant.startable > 0 and tenant.held and self._holdable(tenant) <= 0:
+            self._crowded.add(tenant)
+        elif tenant.startable > 0:
             if joins:
                 tenant.tag = max(tenant.tag, self._virtual_time)
             tenant.entry = (tenant.tag, tenant.last_admission, tenant.number, tenant)
             insort(self._line, tenant.entry)
-        elif not tenant.queue and not tenant.running:
+        elif not tenant.queue and not tenant.running and not tenant.held:
             self._idle[tenant.name] = None
             if len(self._idle) > _MAX_IDLE:
                 name = next(iter(self._idle))

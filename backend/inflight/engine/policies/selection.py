@@ -16,7 +16,14 @@ from inflight.engine.drafting.safe_drafter import SafeDrafter
 from inflight.engine.events import EngineListener
 from inflight.engine.host_swap import SwapSpace
 from inflight.engine.policies.adapter_admission import AdapterAdmission
-from inflight.engine.policies.base import AdmissionPolicy, BudgetPolicy, OrderPolicy, Policies, UrgencyPolicy
+from inflight.engine.policies.base import (
+    AdmissionPolicy,
+    BudgetPolicy,
+    LoadShares,
+    OrderPolicy,
+    Policies,
+    UrgencyPolicy,
+)
 from inflight.engine.policies.budget import LatencyBudget, PartialPrefillLimits, WeighedPrompts
 from inflight.engine.policies.deadline_admission import AdmissionRecord, DeadlineAdmission
 from inflight.engine.policies.defaults import FreeBlocksAdmission, StaticBudget
@@ -66,7 +73,7 @@ def make_policies(
         adapters: that requests choose; a request waits until its own is loaded.
     """
     listeners: list[EngineListener] = []
-    order = _make_order(config, accounts or TenantAccounts(config), listeners)
+    order, shares = _make_order(config, accounts or TenantAccounts(config), listeners)
     counts = DraftCounts()
     drafter: Drafter | None = None
     if config.speculative_config is not None:
@@ -82,7 +89,7 @@ def make_policies(
         admission = compiled = GrammarAdmission(admission, grammars)
         listeners += [forced, compiled]
     if adapters is not None:
-        admission = loaded = AdapterAdmission(admission, adapters, order, clock)
+        admission = loaded = AdapterAdmission(admission, adapters, order, shares, clock)
         listeners.append(loaded)
     admission = in_time = DeadlineAdmission(admission, clock, record or AdmissionRecord())
     budget = WholePrompts() if whole_prompts else _make_budget(config, listeners)
@@ -107,16 +114,18 @@ def make_swap(config: EngineConfig, info: ModelInfo) -> SwapSpace:
     return SwapSpace(num_blocks, config.block_size, info.swap_seconds_per_block, cost)
 
 
-def _make_order(config: EngineConfig, accounts: TenantAccounts, listeners: list[EngineListener]) -> OrderPolicy:
+def _make_order(
+    config: EngineConfig, accounts: TenantAccounts, listeners: list[EngineListener]
+) -> tuple[OrderPolicy, LoadShares | None]:
     if config.scheduling_policy == "fcfs" and not config.tenants:
         listeners.append(vectors := VectorsBeside())
-        return vectors
+        return vectors, None
     patience, preempts = make_patience(config), config.scheduling_policy == "priority"
     if not config.tenants:
-        return DueOrder(patience, preempts=preempts)
+        return DueOrder(patience, preempts=preempts), None
     queue = FairQueue(lambda: DueOrder(patience, preempts=preempts), accounts)
     listeners.append(queue)
-    return queue
+    return queue, queue
 
 
 def _make_admission(config: EngineConfig, listeners: list[EngineListener]) -> AdmissionPolicy:

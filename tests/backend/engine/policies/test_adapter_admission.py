@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,12 @@ class Table:
         self.held: list[str] = []
         self.forgotten: list[str] = []
 
-    def reset(self, goes_before: Callable[[Any, Any], bool]) -> None: ...
+    def reset(
+        self, goes_before: Callable[[Any, Any], bool], leaving: Callable[[Sequence[str]], Sequence[str]]
+    ) -> None: ...
+
+    def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]]:
+        return Future()
 
     def step_done(self, seconds: float, num_running: int) -> None: ...
 
@@ -100,7 +105,7 @@ def test_who_waits_for_something_else_waits_for_no_adapter(table: Table, answer:
     inner = SimpleNamespace(admits=lambda *args: answer)
     attached = Attached(adapter=AdapterRef("a", "id of a", "/nowhere", 4))
     request = Request(1, [3], SamplingParams(), attached=attached)
-    admission = AdapterAdmission(inner, table, FcfsOrder(), lambda: 0.0)  # type: ignore[arg-type]
+    admission = AdapterAdmission(inner, table, FcfsOrder(), None, lambda: 0.0)  # type: ignore[arg-type]
     assert admission.admits(request, [], [], None) is answer  # type: ignore[arg-type]
     assert table.forgotten == ([] if isinstance(answer, bool) else ["a"])
 

@@ -1,0 +1,376 @@
+"""Loads of adapters in turn and at a cost: a tenant that names adapters without end slows itself, in virtual time."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from engine_rig import Info
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from inflight.adapters.spec import AdapterError
+from inflight.config import EngineConfig
+from inflight.engine.adapter import AdapterRef
+from inflight.engine.assembly import make_core
+from inflight.engine.attached import Attached
+from inflight.engine.deltas import RequestFailed
+from inflight.engine.integrity import check_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.policies.adapter_admission import AdapterAdmission
+from inflight.engine.policies.fair_queue import FairQueue
+from inflight.engine.policies.load_turns import LoadTurns
+from inflight.engine.pooling import Pooling
+from inflight.engine.request import Request
+from inflight.engine.sampling_params import SamplingParams
+from inflight.engine.step import SchedulerOutput, StepOutput
+from inflight.frontend.request.pooled_request import void_params
+from inflight.runner.adapters import AdapterTable, Entry
+
+EACH = {"*": {"per_name": True}}
+
+
+class Loader(AdapterTable):
+    """One load after the other, in virtual time; names that begin with "bad" fail."""
+
+    def __init__(self, machine: Machine, limit: int, max_running: int | None) -> None:
+        super().__init__(None, limit, 16, max_running, clock=lambda: machine.now)  # type: ignore[arg-type]
+        self._machine = machine
+        self._free = 0.0
+        self._pending: list[tuple[float, Entry]] = []
+        self.loads: Counter[str] = Counter()  # by name
+        self.most_pending = 0
+
+    def _submit(self, entry: Entry) -> None:
+        self._free = max(self._machine.now, self._free) + self._machine.load_seconds
+        self._pending.append((self._free, entry))
+        self.loads[entry.ref.name] += 1
+        self.most_pending = max(self.most_pending, len(self._pending))
+
+    @property
+    def next_end(self) -> float:
+        return self._pending[0][0] if self._pending else 0.0
+
+    def advance(self) -> None:
+        while self._pending and self._pending[0][0] <= self._machine.now:
+            entry = self._pending.pop(0)[1]
+            if entry.ref.name.startswith("bad"):
+                entry.loaded.set_exception(AdapterError("damaged"))
+            else:
+                entry.packed = entry.ref.id
+                entry.loaded.set_result({"seconds": self._machine.load_seconds})
+
+
+class Machine:
+    """The real core; a step takes 10 ms and 0.5 ms for each token.
+
+    Attributes:
+        now: virtual seconds.
+        tokens, charged: by tenant; computed, and for loads.
+        first: virtual seconds from a request's arrival to its first token, by id.
+        failed: by id.
+    """
+
+    draft_runner = None
+    num_collected_first = 0
+
+    def __init__(
+        self,
+        tenants: dict[str, Any],
+        load_seconds: float = 0.3,
+        kept: int = 8,
+        slots: int | None = None,
+        num_blocks: int = 128,
+        **options: Any,
+    ) -> None:
+        self.now, self.load_seconds, self.steps = 0.0, load_seconds, 0
+        self.table = Loader(self, kept, slots)
+        self.info = Info(num_blocks=num_blocks, adapters=self.table)
+        fields = {"model": "none", "block_size": 4, "enable_prefix_caching": False, "enable_lora": True}
+        fields |= {"tenants": tenants, "max_num_seqs": 8, "max_queue_size": 0, **options}
+        self.core = make_core(EngineConfig.from_dict(fields), self, clock=lambda: self.now)
+        self.requests: dict[int, Request] = {}
+        self.arrived: dict[int, float] = {}
+        self.first: dict[int, float] = {}
+        self.failed: dict[int, RequestFailed] = {}
+        self.ended: set[int] = set()
+        self.tokens: Counter[str] = Counter()
+        self.charged: Counter[str] = Counter()
+        self.owners: dict[int, str] = {}
+        (self.admission,) = (one for one in self.core.listeners if isinstance(one, AdapterAdmission))
+        if isinstance(queue := self.core.scheduler.waiting, FairQueue):
+            self.queue, charge = queue, queue.charge
+
+            def spy(request: Request, tokens: float) -> None:
+                self.charged[request.tenant] += tokens  # type: ignore[assignment]
+                charge(request, tokens)
+
+            queue.charge = spy  # type: ignore[method-assign]
+
+    @property
+    def turns(self) -> LoadTurns:
+        assert self.admission._turns is not None
+        return self.admission._turns
+
+    def launch(self, out: SchedulerOutput) -> StepOutput:
+        for row in out.new_rows:
+            self.owners[row.slot] = self.requests[row.request_id].tenant
+        for slot, count in zip(out.slots, out.num_scheduled_tokens):
+            self.tokens[self.owners[slot]] += count
+        start = self.now
+        self.now += 0.01 + 0.0005 * out.num_tokens
+        return StepOutput([1 if samples else -1 for samples in out.samples], started=start, ended=self.now)
+
+    def collect(self, ticket: StepOutput) -> StepOutput:
+        return ticket
+
+    def ask(self, tenant: str, adapter: str = "", prompt: int = 6, output: int = 6, **fields: Any) -> int | None:
+        """The request's id, or None if it is refused."""
+        number = len(self.arrived)
+        n = fields.pop("n", 1)
+        pooling = Pooling("embed", "last") if fields.pop("pooled", False) else None
+        ref = AdapterRef(adapter, f"id of {adapter}", "/nowhere", 4) if adapter else None
+        attached = Attached(adapter=ref, pooling=pooling)
+        params = void_params() if pooling else SamplingParams(max_tokens=output, ignore_eos=True, seed=0, n=n)
+        message = AddRequest(number, [2] * prompt, params, arrival=self.now, tenant=tenant, attached=attached, **fields)
+        self.arrived[number] = self.now
+        failure = self.core.add_request(message)
+        if failure is not None:
+            self.failed[number] = failure
+            return None
+        self.requests[number] = self.core._live[number][0]
+        return number
+
+    def live_of(self, tenant: str) -> int:
+        return sum(sequences[0].tenant == tenant for sequences in self.core._live.values())
+
+    def step(self) -> None:
+        self.table.advance()
+        message = self.core.step()
+        self.steps += 1
+        if self.steps % 16 == 0:
+            check_core(self.core)
+        for delta in message.deltas:
+            self.first.setdefault(delta.request_id, self.now - self.arrived[delta.request_id])
+            if delta.finish_reason is not None:
+                self.ended.add(delta.request_id)
+        self.failed |= {failure.request_id: failure for failure in message.failed}
+        if not message.stats.batch_size:
+            next_end = self.table.next_end
+            self.now = next_end if self.now < next_end < self.now + 1.0 else self.now + 0.002
+
+    def run(self) -> None:
+        for _ in range(20_000):
+            if not self.core.has_work:
+                return
+            self.step()
+        raise AssertionError("it never ends")
+
+
+def times_of_b(machine: Machine, adapter: str, pause: float, until: float) -> list[float]:
+    """Times to the first token of B's requests, one after the other."""
+    ids: list[int] = []
+    due = machine.now + 1.0
+    while machine.now < until:
+        if machine.now >= due and machine.live_of("b") == 0:
+            found = machine.ask("b", adapter)
+            assert found is not None
+            ids.append(found)
+            due = machine.now + pause
+        machine.step()
+    return [machine.first[number] for number in ids if number in machine.first]
+
+
+@pytest.mark.parametrize("adapter", ["", "its own"])
+def test_a_tenant_that_names_a_thousand_adapters_slows_itself(adapter: str) -> None:
+    """B pauses for longer than an adapter in memory is safe from others, and neither waits nor loads again."""
+    machine = Machine(EACH)
+    for number in range(1000):
+        machine.ask("a", f"a{number}")
+    times = times_of_b(machine, adapter, pause=1.0, until=9.0)
+    assert len(times) >= 5
+    # Its first request waits for what is in the loader, and for its own load.
+    assert times[0] < (3.5 * machine.load_seconds if adapter else 0.1)
+    assert max(times[1:]) < 0.1
+    assert machine.table.loads["its own"] == (1 if adapter else 0)
+    assert len([name for name in machine.table.loads if name.startswith("a")]) > 12, "A goes on beside it"
+    assert machine.table.most_pending <= 2
+
+
+def test_costs_of_two_tenants_converge() -> None:
+    """One causes a load with each request, the other none."""
+    machine = Machine(EACH, load_seconds=0.05)
+    while machine.now < 12:
+        while machine.live_of("a") < 12:
+            machine.ask("a", f"a{len(machine.arrived)}")
+        while machine.live_of("b") < 12:
+            machine.ask("b")
+        machine.step()
+    assert machine.charged["a"] > machine.tokens["a"] and machine.charged["b"] == 0
+    assert not machine.failed
+    assert 0.85 < (machine.tokens["a"] + machine.charged["a"]) / machine.tokens["b"] < 1.15
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    weights=st.tuples(st.sampled_from([0.5, 1, 3]), st.sampled_from([0.5, 1, 3])),
+    load_seconds=st.sampled_from([0.001, 0.05, 0.4]),
+    kept=st.integers(1, 6),
+    output=st.integers(1, 12),
+    num_live=st.integers(1, 14),
+    dressed=st.booleans(),
+    policy=st.sampled_from(["fcfs", "priority", "sjf"]),
+)
+def test_loads_buy_no_share_and_starve_nobody(
+    weights: tuple[float, float],
+    load_seconds: float,
+    kept: int,
+    output: int,
+    num_live: int,
+    dressed: bool,
+    policy: str,
+) -> None:
+    slots, (mine, theirs) = 4, weights
+    tenants = {"a": {"weight": mine}, "b": {"weight": theirs}}
+    machine = Machine(tenants, load_seconds, kept, max_num_seqs=slots, scheduling_policy=policy)
+    longest = 0.0
+    ended: Counter[str] = Counter()
+    for step in range(800):
+        if step >= 60 and min(ended["a"], ended["b"]) > 1:
+            break
+        while machine.live_of("a") < num_live:
+            machine.ask("a", f"a{len(machine.arrived)}", output=output, n=1 + len(machine.arrived) % 2)
+        while machine.live_of("b") < 10:
+            machine.ask("b", "b" if dressed else "")
+        machine.step()
+        ended = Counter(machine.requests[number].tenant for number in machine.ended)
+        longest = max(longest, 12.0, 6 + output, load_seconds * machine.turns.tokens_per_second)
+    excess = (machine.tokens["a"] + machine.charged["a"]) / mine - machine.tokens["b"] / theirs
+    if not dressed:  # else it can wait for a place in memory, and claims nothing meanwhile
+        assert excess <= longest * ((1 + 2 * slots + 3) / mine + (1 + slots) / theirs)
+    assert ended["a"] > 1 and ended["b"] > 1 and not machine.failed
+    machine.run()
+    assert not machine.turns._waiting and not machine.turns._loading and machine.queue._num_held == 0
+    assert len(machine.ended) == len(machine.requests) and len(machine.turns._payers) <= len(machine.table.loads)
+
+
+def test_only_the_first_pays_and_a_failed_load_costs_what_others_did() -> None:
+    machine = Machine(EACH)
+    machine.ask("c", output=20)
+    machine.run()
+    machine.ask("a", "shared")
+    machine.ask("b", "shared")
+    machine.run()
+    machine.ask("b", "shared")
+    machine.run()
+    paid = 0.3 * machine.turns.tokens_per_second
+    assert 0.5 * paid < machine.charged["a"] < 2 * paid and machine.charged["b"] == 0
+    before = machine.charged["a"]
+    machine.ask("a", "bad")
+    machine.run()
+    assert 0.5 * paid < machine.charged["a"] - before < 2 * paid
+    assert [failure.message for failure in machine.failed.values()] == ["damaged"]
+
+
+def test_requests_that_wait_for_loads_leave_places_to_others_and_nothing_behind() -> None:
+    """The loader of one tenant's adapters never ends."""
+    machine = Machine(EACH, kept=64)
+    machine.ask("b", "b")
+    machine.run()
+    machine.load_seconds = 1e9
+    flood = [machine.ask("a", f"a{number}", n=1 + number % 2) for number in range(600)]
+    for tenant, adapter in [("b", "b"), ("c", ""), ("b", "b"), ("a", "")] * 5:
+        machine.ask(tenant, adapter)
+    for _ in range(300):
+        machine.step()
+    ended = Counter(machine.requests[number].tenant for number in machine.ended)
+    assert (ended["b"], ended["c"]) == (11, 5)
+    assert 100 < len(machine.core.scheduler.held) <= 130
+    for number in flood:
+        assert number is not None
+        machine.core.abort(number)
+    check_core(machine.core)
+    machine.run()
+    assert not machine.turns._waiting and machine.queue._num_held == 0 and not machine.queue._crowded
+    assert Counter(machine.requests[number].tenant for number in machine.ended)["a"] == 5
+
+
+def test_caps_count_requests_that_wait_for_a_load() -> None:
+    machine = Machine({"a": {"max_queued": 3, "max_running": 1}}, max_num_seqs=4)
+    accepted = [number for number in range(20) if machine.ask("a", f"a{number}") is not None]
+    assert len(accepted) == 4, "one that may run, and three that wait"
+    for _ in range(3):
+        machine.step()
+    assert machine.ask("a", "one more") is None and "max_queued=3" in machine.failed[20].message
+    assert machine.ask("b", "b") is not None
+    machine.run()
+    assert len(machine.ended) == 5
+
+
+def test_a_load_ahead_waits_for_a_start_of_its_tenant() -> None:
+    """Another tenant is next and waits for a slot."""
+    machine = Machine(EACH, load_seconds=0.01, max_num_seqs=1)
+    machine.ask("b", output=40)
+    machine.step()
+    machine.ask("b", output=5)
+    machine.ask("a", output=5)
+    machine.queue.charge(machine.requests[2], 1000.0)
+    for number in range(3):
+        machine.ask("a", f"a{number}")
+    for _ in range(20):
+        machine.step()
+    assert list(machine.table.loads) == ["a0"]
+    machine.run()
+    assert set(machine.table.loads) == {"a0", "a1", "a2"}
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    kept=st.integers(1, 3),
+    slots=st.integers(1, 2),
+    tenants=st.sampled_from([{}, EACH, {"*": {}}, {"a": {"max_running": 1}, "b": {"weight": 3}}]),
+    policy=st.sampled_from(["fcfs", "priority", "sjf", "edf"]),
+    num_blocks=st.sampled_from([20, 128]),
+)
+def test_chats_and_vectors_with_few_adapters_in_memory_all_end(
+    seed: int, kept: int, slots: int, tenants: dict[str, Any], policy: str, num_blocks: int
+) -> None:
+    """Several sequences, priorities, preemption, aborts while an adapter is loaded, and damaged ones."""
+    rng = random.Random(seed)
+    machine = Machine(tenants, 0.1, kept, slots, num_blocks, max_num_seqs=4, scheduling_policy=policy)
+    for _ in range(60):
+        pooled = rng.random() < 0.4
+        machine.ask(
+            rng.choice("abc"),
+            rng.choice(["", "x", "y", "z", "bad"]),
+            rng.randint(1, 20),
+            rng.randint(1, 12),
+            n=1 if pooled else rng.randint(1, 2),
+            pooled=pooled,
+            priority=rng.randint(-2, 2),
+        )
+        if rng.random() < 0.2:
+            number = rng.choice(list(machine.requests))
+            if number in machine.core.live_ids:
+                machine.core.abort(number)
+        for _ in range(rng.randint(0, 4)):
+            machine.step()
+    machine.run()
+    check_core(machine.core)
+    assert {failure.message for failure in machine.failed.values()} <= {"damaged"}
+    assert not machine.admission._open and not machine.admission._begun and not machine.admission._left
+    assert not machine.table._waiting and not machine.table._promised
+    if tenants:
+        assert not machine.turns._waiting and machine.queue._num_held == 0 and not machine.queue._crowded
+
+
+def test_without_tenants_loads_begin_on_arrival() -> None:
+    machine = Machine({}, kept=4)
+    for number in range(3):
+        machine.ask("", f"a{number}")
+    assert list(machine.table.loads) == ["a0", "a1", "a2"]
+    machine.run()
+    assert len(machine.ended) == 3
