@@ -20,6 +20,7 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
         pooling: the request is for a vector, not for text.
         adapter: its rows are computed with this LoRA adapter; None: with the checkpoint alone.
         second_start: of a pair of texts, the first token that belongs to the second one; 0: the tokens are of one text.
+        resumed: its client gave its output so far: another server has begun it, and may still write its KV.
     """
 
     rope_length: int = 0
@@ -27,3 +28,4 @@ class Attached(msgspec.Struct, array_like=True, frozen=True):
     pooling: Pooling | None = None
     adapter: AdapterRef | None = None
     second_start: int = 0
+    resumed: bool = False

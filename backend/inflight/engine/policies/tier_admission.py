@@ -1,6 +1,7 @@
 """Requests start once their KV has come from a tier, where that is faster than computing it.  No torch.
 
     asked once            extents behind the cached prefix: which tier seems to have them?
+    asked again           where another server began the answer, whose KV may still be on its way: for half a second
     while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
@@ -34,7 +35,8 @@ LOOK_SECONDS = 0.001  # for which the engine waits for a tier that usually answe
 _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
-_AGAIN = 0.1  # of the time to compute: the rest of an answer asks again, as its KV may still be written
+_AGAIN, _MOST_AGAIN = 0.1, 0.5  # of the time to compute, and seconds, in which the rest of an answer asks again
+_AGAIN_EVERY = 0.02  # seconds after the first answer; twice as many after each further one
 _EVERY = 8  # of the steps without prompts are learned from
 
 
@@ -46,9 +48,11 @@ class _Visit:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
         until: when computing would have ended.
-        again: until then the tiers are asked anew for extents that none has.
         order: the tiers that are still to be asked.
-        asked: the one that is asked, and its answer.
+        asked: the one that is asked, `stop` at that time, and its answer.
+        has_asked: any in this look; `has_looked`: the first look is over.
+        again: until then those that others write are asked anew for extents that none had.
+        next_look: when they are; `pause`: seconds before it.
         places: first block of an extent -> the tier that seems to have it.
         loads: first block of an extent -> its load.
         begun: extents before this block are cached, or have loads.
@@ -58,9 +62,13 @@ class _Visit:
     num_blocks: int
     stop: int
     until: float
-    again: float
     order: Iterator[Tier]
-    asked: tuple[Tier, Future[tuple[int, int | None]]] | None = None
+    asked: tuple[Tier, int, Future[tuple[int, int | None]]] | None = None
+    has_asked: bool = False
+    has_looked: bool = False
+    again: float = 0.0
+    next_look: float = 0.0
+    pause: float = _AGAIN_EVERY
     places: dict[int, Tier] = field(default_factory=dict)
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
     begun: int = 0
@@ -120,7 +128,7 @@ class TierAdmission(EngineListener):
         visit.is_over = True
         self._loads.pool.unfollow(request)
         if visit.asked is not None:
-            visit.asked[1].cancel()
+            visit.asked[2].cancel()
         for load in visit.loads.values():
             self._loads.leave(load)
 
@@ -132,8 +140,7 @@ class TierAdmission(EngineListener):
         until = now + min(seconds, _LONGEST_WAIT)
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        is_rest = request.num_given_tokens > request.num_prompt_tokens and not request.num_preemptions
-        visit = _Visit(num_blocks, len(prefix), until, now + is_rest * _AGAIN * seconds, iter(tiers + tiers[:-1]))
+        visit = _Visit(num_blocks, len(prefix), until, iter(tiers + tiers[:-1]))
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
@@ -154,77 +161,106 @@ class TierAdmission(EngineListener):
         first = len(prefix) // size * size
         if now >= visit.until:
             return False
-        if not self._has_looked(visit, request):
+        if not visit.has_looked and not self._has_looked(visit, request):
             return True
-        if visit.stop <= len(prefix):
-            return False
+        is_asking = self._asks_again(visit, request, len(prefix))
+        stop = visit.stop // size * size if is_asking else visit.stop  # what is a part now may be whole soon
+        if stop <= len(prefix):
+            return is_asking
         load = visit.loads.get(first)
         if load is not None and load.is_adopted:  # it was evicted again, or was the last
-            visit.stop = first
+            stop = first
         if load is None or visit.num_lost != self._loads.num_lost:
             visit.begun, visit.num_lost = first, self._loads.num_lost
-        for start in range(max(first, visit.begun), visit.stop, size):
+        for start in range(max(first, visit.begun), stop, size):
             load = visit.loads.get(start)
             if load is None:
                 tier = visit.places.get(start)
                 if tier is None:  # it was cached, and has been evicted
-                    visit.stop = start
+                    visit.stop, visit.again = start, now
                     break
-                count = min(size, visit.stop - start)
+                count = min(size, stop - start)
                 load = self._loads.start(tier, request.block_hashes, start, count, prefix)
                 if load is None:
                     break
                 visit.loads[start] = load
             elif load.is_adopted is False:
-                visit.stop = start
+                visit.stop, visit.again = start, now
                 break
             visit.begun = start + size
-        if visit.stop <= len(prefix):
+        stop = min(stop, visit.stop)
+        if stop <= len(prefix):
             return False
-        wanted = range(max(first, visit.begun), visit.stop, size)
-        last_hash = request.block_hashes[min(wanted.start + size, visit.stop) - 1]
-        worth = _WORTH * self._compute_seconds(len(prefix), visit.stop)
+        wanted = range(max(first, visit.begun), stop, size)
+        last_hash = request.block_hashes[min(wanted.start + size, stop) - 1]
+        worth = _WORTH * self._compute_seconds(len(prefix), stop)
         return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
+        """The first look at all tiers; whether it is over."""
+        visit.has_looked = self._has_answers(visit, request)
+        is_rest = request.attached is not None and request.attached.resumed and not request.num_preemptions
+        if visit.has_looked and is_rest and self._may_find_more(visit):
+            now, seconds = self._loads.clock(), self._compute_seconds(visit.stop, visit.num_blocks)
+            visit.again, visit.next_look = now + min(_AGAIN * seconds, _MOST_AGAIN), now + visit.pause
+        return visit.has_looked
+
+    def _may_find_more(self, visit: _Visit) -> bool:
+        is_whole = visit.num_blocks - visit.stop >= self._tiers.extent_blocks
+        return is_whole and any(tier.is_shared and tier.is_open for tier in self._tiers.tiers)
+
+    def _asks_again(self, visit: _Visit, request: Request, num_cached: int) -> bool:
+        """Whether the tiers may get more of what another server has computed; they are asked when it is time."""
+        now = self._loads.clock()
+        if visit.next_look <= now < visit.again:
+            if visit.asked is None:
+                visit.stop, visit.has_asked = max(visit.stop, num_cached), False
+                visit.order = iter([tier for tier in self._tiers.tiers if tier.is_shared])
+            if self._has_answers(visit, request):
+                visit.pause *= 2
+                visit.next_look = now + visit.pause
+                if not (visit.has_asked and self._may_find_more(visit)):
+                    visit.again = now
+        return now < visit.again
+
+    def _has_answers(self, visit: _Visit, request: Request) -> bool:
         """Ask the tiers one by one which extents they have; whether all have answered."""
         size, key_of, hashes = self._tiers.extent_blocks, self._tiers.seal.key_of, request.block_hashes
         while visit.stop < visit.num_blocks:
-            begin = visit.stop // size * size
             if visit.asked is None:
                 tier = next(visit.order, None)
-                if tier is None and self._loads.clock() < visit.again and visit.num_blocks - visit.stop >= size:
-                    visit.order = iter(self._tiers.tiers)
-                    return False
                 if tier is None:
                     break
                 if not (tier.is_open and tier.answers_within(_WORTH * (visit.until - self._loads.clock()))):
                     continue
-                whole = [key_of(hashes[stop - 1]) for stop in range(begin + size, visit.num_blocks + 1, size)]
-                visit.asked = tier, tier.find(whole, partial(self._keys_of_parts, visit, hashes))
-            tier, answer = visit.asked
-            if tier.finds_at_once:
+                stops = range(visit.stop // size * size + size, visit.num_blocks + 1, size)
+                behind = partial(self._keys_of_parts, visit.stop, visit.num_blocks, hashes)
+                answer = tier.find([key_of(hashes[stop - 1]) for stop in stops], behind)
+                visit.asked, visit.has_asked = (tier, visit.stop, answer), True
+            tier, asked_stop, answer = visit.asked
+            if tier.finds_at_once and not visit.has_looked:
                 wait([answer], LOOK_SECONDS)
             if not answer.done() and tier.is_open:
                 return False
             found, part = answer.result() if answer.done() else (0, None)
-            stops = [begin + (index + 1) * size for index in range(found)]
-            stops += [] if part is None else [self._parts(visit, found)[part]]
-            visit.places.update({begin + index * size: tier for index in range(len(stops))})
-            visit.stop = max([visit.stop, *stops])
+            begin = asked_stop // size * size
+            ends = [begin + (index + 1) * size for index in range(found)]
+            ends += [] if part is None else [self._parts(asked_stop, visit.num_blocks, found)[part]]
+            visit.places.update({begin + index * size: tier for index in range(len(ends))})
+            visit.stop = max([visit.stop, *ends])
             visit.asked = None
         return True
 
-    def _keys_of_parts(self, visit: _Visit, hashes: Sequence[bytes], found: int) -> list[bytes]:
+    def _keys_of_parts(self, stop: int, num_blocks: int, hashes: Sequence[bytes], found: int) -> list[bytes]:
         """Keys of the extents that end at `_parts`; called in a tier's thread."""
-        return [self._tiers.seal.key_of(hashes[stop - 1]) for stop in self._parts(visit, found)]
+        return [self._tiers.seal.key_of(hashes[end - 1]) for end in self._parts(stop, num_blocks, found)]
 
-    def _parts(self, visit: _Visit, found: int) -> range:
-        """Where the extent behind `found` whole ones can end before it is whole, the longest first."""
+    def _parts(self, stop: int, num_blocks: int, found: int) -> range:
+        """Where the extent behind `found` whole ones, from `stop` on, can end before it is whole, the longest first."""
         size = self._tiers.extent_blocks
-        start = (visit.stop // size + found) * size
-        too_short = max(start + self._tiers.part_blocks - 1, visit.stop)
-        return range(min(start + size - 1, visit.num_blocks), too_short, -1)
+        start = (stop // size + found) * size
+        too_short = max(start + self._tiers.part_blocks - 1, stop)
+        return range(min(start + size - 1, num_blocks), too_short, -1)
 
     def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
         """To compute the blocks of a request behind its first `num_cached`."""

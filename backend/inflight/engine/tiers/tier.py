@@ -63,6 +63,7 @@ class Tier:
         keeps: "second": an extent only when it is computed for the second time; "none": it is only read.
         clock: seconds.
         cpu_clock: seconds of a core that the calling thread has had.
+        is_shared: others write to its store, too.
 
     Attributes:
         errors: why a store failed -> how often.
@@ -81,8 +82,9 @@ class Tier:
         keeps: Literal["all", "second", "none"] = "all",
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
+        is_shared: bool = True,
     ) -> None:
-        self.name = name
+        self.name, self.is_shared = name, is_shared
         self.errors: Counter[str] = Counter()
         self.load_seconds, self.num_loaded, self.num_stored, self.num_dropped = 0.0, 0, 0, 0
         self.extent_cpu_seconds = _UNMEASURED_CPU_SECONDS

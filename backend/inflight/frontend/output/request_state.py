@@ -194,9 +194,11 @@ class RequestState:
             self.prompt_logprobs = []  # the other engine starts with the first one again
         elif params.prompt_logprobs is not None:
             params = msgspec.structs.replace(params, prompt_logprobs=None)
-        return msgspec.structs.replace(
-            message, params=params, arrival=self.arrival, output_token_ids=outputs, replayed=True
-        )
+        attached = message.attached
+        if attached is not None and attached.resumed:  # what another server has of it is there by now
+            attached = msgspec.structs.replace(attached, resumed=False)
+        changes = {"params": params, "arrival": self.arrival, "output_token_ids": outputs, "attached": attached}
+        return msgspec.structs.replace(message, **changes, replayed=True)
 
     def outputs(self, sequences: list[SequenceOutput]) -> dict[str, np.ndarray]:
         """The tensors of a response with these sequences; what they contain counts as sent."""

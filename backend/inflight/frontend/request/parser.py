@@ -122,7 +122,7 @@ class RequestParser:
                 params=params,
                 arrival=wire.received,
                 output_token_ids=resumed.token_ids,
-                attached=_attached(trace, adapter),
+                attached=_attached(trace, adapter, bool(resumed.token_ids)),
                 **scheduling,
             ),
             stream=stream and keys.output_kind != FINAL_ONLY,
@@ -208,10 +208,10 @@ class RequestParser:
         return params
 
 
-def _attached(trace: RequestTrace | None, adapter: KeptAdapter | None) -> Attached | None:
-    if trace is None and adapter is None:
+def _attached(trace: RequestTrace | None, adapter: KeptAdapter | None, resumed: bool) -> Attached | None:
+    if trace is None and adapter is None and not resumed:
         return None
-    return Attached(traced=trace is not None, adapter=None if adapter is None else adapter.ref)
+    return Attached(traced=trace is not None, adapter=None if adapter is None else adapter.ref, resumed=resumed)
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiers_rig import FAULTS, FaultyStore, TieredRig
 
+from inflight.engine.attached import Attached
+from inflight.engine.policies import tier_admission
 from inflight.engine.tiers import tier
 
 prompts = st.lists(st.integers(0, 2), min_size=1, max_size=50)  # few distinct ids: prefixes collide often
@@ -61,6 +63,7 @@ def workloads(draw):
         "faults": draw(st.lists(faults, min_size=1, max_size=2)),
         "pace": draw(st.lists(pace, min_size=1, max_size=8)),
         "is_patient": draw(st.booleans()),
+        "is_resumed": draw(st.booleans()),  # so that tiers are asked again
     }
 
 
@@ -68,7 +71,11 @@ def workloads(draw):
 def test_outputs_are_those_without_tiers(load):
     """Several engines, one after another, over the same stores; each has some of the earlier ones' prompts."""
     stores = [FaultyStore(faults) for faults in load["faults"]]
-    with mock.patch.object(tier, "_MOST_ERRORS", 10**9 if load["is_patient"] else 3):
+    again = {"_AGAIN": 1.0, "_UNMEASURED_SECONDS": 2e-3 if load["is_resumed"] else 1e-3}
+    with (
+        mock.patch.object(tier, "_MOST_ERRORS", 10**9 if load["is_patient"] else 3),
+        mock.patch.multiple(tier_admission, **again),
+    ):
         said = []
         for arrivals in load["engines"]:
             said = _serve(load, stores, [*arrivals, *said])[:4]
@@ -96,7 +103,8 @@ def _serve(load, stores, arrivals):
     for request_id, (gap, prompt, max_tokens, n, abort_after, tenant) in enumerate(arrivals):
         for _ in range(gap):
             step()
-        fields, stops = {"tenant": tenant, "arrival": rig.now}, load["stops"]
+        attached = Attached(resumed=load["is_resumed"])
+        fields, stops = {"tenant": tenant, "arrival": rig.now, "attached": attached}, load["stops"]
         params = add(rig.core, request_id, prompt, fields, max_tokens=max_tokens, n=n, stop_token_ids=stops)
         answer = expected_output(prompt, params, info)
         expected.update({(request_id, index): answer for index in range(n)})

@@ -351,27 +351,3 @@ def test_a_conversation_that_came_from_a_tier_does_not_tell_what_computing_it_ta
         rig.run()
     assert rig.tiers.num_hits == 100
     assert from_tiers(rig)._compute_seconds(0, 25) == 100 * 5e-4
-
-
-@pytest.mark.parametrize("is_rest", [True, False])
-def test_the_rest_of_an_answer_asks_again_for_kv_that_is_still_being_written(is_rest):
-    """For a tenth of the time to compute, forty steps of a millisecond; others ask once."""
-    full, store = stored(), MemoryStore()
-    rig = rig_of(store)
-    given = {"output_token_ids": [answer(PROMPT, 1)]} if is_rest else None
-    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1e-2):
-        add(rig.core, 0, PROMPT, given, max_tokens=4, ignore_eos=True)
-        for _ in range(5):
-            rig.step(99)
-        store.extents.update(full.extents)
-        rig.run()
-    assert rig.outputs[0, 0][-3:] == answer(PROMPT, 4)[-3:]
-    assert rig.tiers.num_hits == (40 if is_rest else 0)
-    rig = rig_of(MemoryStore())
-    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1e-2):
-        add(rig.core, 0, PROMPT, given, max_tokens=4, ignore_eos=True)
-        steps = 0
-        while (0, 0) not in rig.outputs:
-            rig.step(99)
-            steps += 1
-    assert 30 < steps < 60 if is_rest else steps < 10
