@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
 from charts import (
     CASES,
+    MODELS,
     ROOT,
     Manifest,
     containers,
@@ -17,8 +19,10 @@ from charts import (
     only,
     pod,
     pod_labels,
+    render,
     selects,
     server,
+    validate,
     values_of,
 )
 
@@ -52,6 +56,44 @@ def test_only_the_gateway_is_reachable(case: str) -> None:
             if "metrics" in named:
                 (peer,) = rule["from"]
                 assert peer["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "monitoring"}
+
+
+@pytest.mark.parametrize(
+    "listen", ["0.0.0.0:7090", "[::]:7090", "kv.example:7090", "127.0.0.1:7090", "[::1]:7090", None]
+)
+def test_engines_that_read_kv_reach_its_port_and_nobody_else_does(listen: str | None) -> None:
+    readers = [{"podSelector": {"matchLabels": {"app": "decoder"}}}]
+    settings = {} if listen is None else {"kv_listen": listen, "kv_tiers": [{"type": "host", "size": "4GiB"}]}
+    found = render({"model": {"settings": settings}, "kv": {"secret": {"name": "s"}, "readers": readers}})
+    validate(only(found, "NetworkPolicy"))
+    rules = [rule for rule in only(found, "NetworkPolicy")["spec"]["ingress"] if rule["ports"][0]["port"] == 7090]
+    if listen is None or listen.startswith(("127.", "[::1]")):
+        assert not rules
+        return
+    [rule] = rules
+    assert rule["ports"] == [{"port": 7090, "protocol": "TCP"}]
+    own, *others = rule["from"]
+    assert set(own) == {"podSelector"} and selects(own["podSelector"]["matchLabels"], pod_labels(server(found)))
+    assert others == readers
+
+
+def test_servers_of_one_release_read_each_others_kv_whatever_their_model() -> None:
+    values = copy.deepcopy(MODELS)
+    values["models"][0]["model"]["settings"] |= {
+        "kv_listen": "0.0.0.0:7090",
+        "kv_tiers": [{"type": "host", "size": "4GiB"}],
+    }
+    values["kv"] = {"secret": {"name": "s"}}
+    found = render(values)
+    policies = [
+        [rule for rule in one["spec"]["ingress"] if rule["ports"][0]["port"] == 7090]
+        for one in of_kind(found, "NetworkPolicy")
+    ]
+    [[rule]] = [rules for rules in policies if rules]
+    [peer] = rule["from"]
+    workloads = [one for one in of_kind(found, "Deployment", "StatefulSet") if "triton" in containers(one)]
+    assert len(workloads) == 2
+    assert all(selects(peer["podSelector"]["matchLabels"], pod_labels(one)) for one in workloads)
 
 
 def _services(found: list[Manifest]) -> list[Manifest]:

@@ -48,7 +48,8 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     for options, store in zip(config.kv_tiers, stores):
         count[options.type] += 1
         name = options.type if count[options.type] == 1 else f"{options.type}-{count[options.type]}"
-        tiers.append(Tier(name, store, seal, TierThreads, "none" if options.type == "peer" else options.write))
+        keeps = "none" if options.type == "peer" else options.write
+        tiers.append(Tier(name, store, seal, TierThreads, keeps, is_shared=options.type != "host"))
     if loaded.device.type == "cpu":
         made = Tiers(tiers, PoolBlocks(caches), seal)
     else:
@@ -56,12 +57,16 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
         made = Tiers(tiers, blocks, seal, on_cores=False)
     if config.kv_listen is not None:
         served = next(index for index, options in enumerate(config.kv_tiers) if options.type == "host")
-        _serve(config.kv_listen, secret, made, made.tiers[served], cast(HostStore, stores[served]))
+        try:
+            _serve(config.kv_listen, secret, made, made.tiers[served], cast(HostStore, stores[served]))
+        except BaseException:
+            made.close(0.0)
+            raise
     return made
 
 
 def _serve(address: str, secret: bytes, tiers: Tiers, tier: Tier, store: HostStore) -> None:
-    """Let others read this store for as long as there are `tiers`: if the model cannot be loaded, they go."""
+    """Let others read this store until `tiers` are closed, or are no more: if the model cannot be loaded, they go."""
     of_tiers, seal, queued = weakref.ref(tiers), tiers.seal, tier.queued
 
     def coming() -> Container[bytes]:
@@ -70,7 +75,7 @@ def _serve(address: str, secret: bytes, tiers: Tiers, tier: Tier, store: HostSto
 
     store.evicted = tier.forget  # so that it is stored again when it is computed or found again
     server = PeerServer(*host_and_port(address), store, coming, seal.namespace, secret)
-    weakref.finalize(tiers, server.close)
+    tiers.closing = weakref.finalize(tiers, server.close)
 
 
 def _secret(path: Path) -> bytes:

@@ -292,6 +292,11 @@ def test_scales_of_the_pool_belong_to_the_namespace(folder):
         ({"kv_tiers": [], "kv_listen": "127.0.0.1:7090"}, ConfigError, "kv_listen lets others read host memory: add"),
         ({"kv_listen": "0.0.0.0:7090"}, ConfigError, "kv_listen='0.0.0.0:7090' is not on this machine's loopback, so"),
         ({"kv_listen": "kv.local:7090"}, ConfigError, "is not on this machine's loopback, so it needs kv_store_secret"),
+        (
+            {"kv_listen": "192.0.2.1:7090", "kv_store_secret_file": "long"},
+            ConfigError,
+            "kv_listen: cannot listen on 192.0.2.1, port 7090: .*; give an address of this machine",
+        ),
         ({"kv_listen": "127.0.0.1:70900"}, ConfigError, "kv_listen='127.0.0.1:70900' is not like 10.0.0.5:7090"),
         (
             {"kv_tiers": [{"type": "peer", "url": "tcp://10.0.0.5:7090"}]},
@@ -310,8 +315,20 @@ def test_scales_of_the_pool_belong_to_the_namespace(folder):
 def test_tiers_that_cannot_be_used_are_refused(folder, tmp_path, monkeypatch, options, error, says):
     monkeypatch.chdir(tmp_path)
     Path("short").write_text("short\n")
+    Path("long").write_text("long" * 8)
     with pytest.raises(error, match=says):
         engine(folder, tmp_path, **options)
+
+
+def test_host_memory_has_no_other_writer(tmp_path, folder):
+    """So who waits for another engine's KV does not ask it again."""
+    tiers = [{"type": "host", "size": "1MiB"}, {"type": "disk", "path": str(tmp_path), "size": "1MiB"}]
+    config = EngineConfig.from_dict(
+        {"model": str(folder), "device": "cpu", "kv_cache_memory": "1MiB", "kv_tiers": tiers}
+    )
+    made = make_core(placed(config), make_runner(placed(config))).info.tiers
+    assert [tier.is_shared for tier in made.tiers] == [False, True]
+    made.close()
 
 
 def test_code_of_another_repository_is_refused(folder, tmp_path):

@@ -62,6 +62,7 @@ class Tiers:
         on_cores: whether steps compute on the cores that the tiers' threads need, too.
         loads: in flight, by the hash of the extent's last block.
         coming: last hashes of extents that are stored once no step in flight writes them; for any thread.
+        closing: is called first when they are closed.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
             left out: its generations no longer tell that a block has changed.
@@ -74,6 +75,7 @@ class Tiers:
     on_cores: bool = True
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
     coming: Callable[[], list[bytes]] = list
+    closing: Callable[[], object] = list
     num_queries: int = 0
     num_hits: int = 0
     num_pools: int = 0
@@ -134,6 +136,7 @@ class Tiers:
 
     def close(self, seconds: float = 5.0) -> None:
         """Finish the writes, for so long at most, and close the stores; the engine has ended."""
+        self.closing()
         until = time.monotonic() + seconds
         for tier in self.tiers:
             tier.close(max(0.0, until - time.monotonic()))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
 import logging
 import secrets
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import msgspec
 
+from inflight.config import ConfigError
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.peer_wire import (
     LENGTH_BYTES,
@@ -44,7 +47,7 @@ __all__ = ["PeerServer"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_READERS = 64  # connections
+_MOST_READERS = 64  # connections; a reading engine has up to three
 _MOST_STRANGERS = 64  # connections that have not proved the secret yet
 _MOST_SENDS = 16  # extents that are sent at the same time
 _GREETING_SECONDS = 1.0
@@ -68,6 +71,9 @@ class PeerServer:
         coming: the keys of the extents that are about to be stored there.
         namespace: of the KV: 16 bytes.
         secret: that readers must have; b"": none.
+
+    Raises:
+        ConfigError: it can never listen there.
     """
 
     def __init__(
@@ -85,23 +91,22 @@ class PeerServer:
         self._strangers: set[socket.socket] = set()
         self._readers: set[socket.socket] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._num_refused = 0
+        self._refused = Counter[str]()
+        listener = self._bound()
+        if listener is None:
+            _log.warning("kv_listen: another process has %s, port %d; it is tried again every second", host, port)
         self._loop = asyncio.new_event_loop()
         self._sends = asyncio.Semaphore(_MOST_SENDS)
-        self._main = self._loop.create_task(self._listen())
+        self._main = self._loop.create_task(self._listen(listener))
         self._thread = threading.Thread(target=self._run, name="kv-listen", daemon=True)
         self._thread.start()
-
-    @property
-    def num_readers(self) -> int:
-        """Connections of engines that have proved the secret and have KV of the same namespace."""
-        return len(self._readers)
 
     def close(self) -> None:
         """Close the port and all connections."""
         with contextlib.suppress(RuntimeError):  # the loop is closed already
             self._loop.call_soon_threadsafe(self._main.cancel)
-        self._thread.join(_CLOSE_SECONDS)
+        if threading.current_thread() is not self._thread:  # as a finalizer, it can run in any thread
+            self._thread.join(_CLOSE_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -114,8 +119,27 @@ class PeerServer:
         finally:
             self._loop.close()
 
-    async def _listen(self) -> None:
-        with await self._listener() as listener:
+    def _bound(self) -> socket.socket | None:
+        """None: another process has the port."""
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            return socket.create_server((self._host, self._port), family=family, backlog=_MOST_STRANGERS)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            raise ConfigError(
+                f"kv_listen: cannot listen on {self._host}, port {self._port}: {error.strerror or error}; give an "
+                'address of this machine, or "0.0.0.0" for all of them, and a port from 1024 on'
+            ) from None
+
+    async def _listen(self, listener: socket.socket | None) -> None:
+        while listener is None:
+            await asyncio.sleep(_AGAIN_SECONDS)
+            with contextlib.suppress(ConfigError):  # the address is away for the moment: it was there
+                listener = self._bound()
+        with listener:
+            listener.setblocking(False)
+            _log.info("kv_listen: others can read host memory at %s, port %d", self._host, self._port)
             while True:
                 try:
                     client, _ = await self._loop.sock_accept(listener)
@@ -124,27 +148,13 @@ class PeerServer:
                     await asyncio.sleep(_AGAIN_SECONDS)
                     continue
                 if len(self._strangers) >= _MOST_STRANGERS:
-                    client.close()
+                    self._refuse(f"more than {_MOST_STRANGERS} connections have not greeted yet")
+                    _send_at_once(client, Challenge(VERSION, bytes(NONCE_BYTES), is_full=True))
                     continue
                 self._strangers.add(client)
                 task = self._loop.create_task(self._serve(client))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-
-    async def _listener(self) -> socket.socket:
-        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-        logged = ""
-        while True:
-            try:
-                listener = socket.create_server((self._host, self._port), family=family, backlog=_MOST_STRANGERS)
-            except OSError as error:
-                if str(error) != logged:
-                    _log.warning("kv_listen: cannot listen on %s, port %d, yet: %s", self._host, self._port, error)
-                    logged = str(error)
-                await asyncio.sleep(_AGAIN_SECONDS)
-                continue
-            listener.setblocking(False)
-            return listener
 
     async def _serve(self, client: socket.socket) -> None:
         with client, contextlib.suppress(OSError, EOFError, msgspec.DecodeError):
@@ -153,32 +163,36 @@ class PeerServer:
                 client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._ended_after(client, _GREETING_SECONDS):
                     may_read = await self._greeted(client)
-            finally:
                 self._strangers.discard(client)
-            if not may_read or len(self._readers) >= _MOST_READERS:
-                return
-            self._readers.add(client)
-            try:
-                while True:
+                while may_read:
                     await self._answer(client)
             finally:
+                self._strangers.discard(client)
                 self._readers.discard(client)
 
     async def _greeted(self, client: socket.socket) -> bool:
-        """Whether it has the secret, and KV of the same namespace."""
+        """Whether it may read: it has the secret, and KV of the same namespace, and there is room for it."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         await self._loop.sock_sendall(client, encoded(Challenge(VERSION, nonce)))
         hello = await self._message(client, Hello, MOST_GREETING_BYTES)
         nonces = nonce + hello.nonce
         if not hmac.compare_digest(hello.proof, proof(self._secret, b"reader", nonces, hello.namespace)):
-            self._num_refused += 1
-            if self._num_refused & (self._num_refused - 1) == 0:  # the first, the second, the fourth
-                _log.warning("kv_listen: a reader has another kv_store_secret_file (%d so far)", self._num_refused)
+            self._refuse("a reader has another kv_store_secret_file")
             return False
         is_same = hello.namespace == self._namespace
-        mine = proof(self._secret, b"server", nonces, hello.namespace, is_same)
-        await self._loop.sock_sendall(client, encoded(Welcome(is_same, mine)))
-        return is_same
+        is_full = is_same and len(self._readers) >= _MOST_READERS
+        if is_full:
+            self._refuse(f"{_MOST_READERS} connections of readers are open, and one more was refused")
+        elif is_same:
+            self._readers.add(client)
+        mine = proof(self._secret, b"server", nonces, hello.namespace, is_same, is_full)
+        await self._loop.sock_sendall(client, encoded(Welcome(is_same, is_full, mine)))
+        return is_same and not is_full
+
+    def _refuse(self, why: str) -> None:
+        self._refused[why] += 1
+        if self._refused[why] & (self._refused[why] - 1) == 0:  # the first, the second, the fourth
+            _log.warning("kv_listen: %s (%d so far)", why, self._refused[why])
 
     async def _answer(self, client: socket.socket) -> None:
         with self._ended_after(client, _IDLE_SECONDS):
@@ -247,3 +261,10 @@ class PeerServer:
 def _end(client: socket.socket) -> None:
     with contextlib.suppress(OSError):
         client.shutdown(socket.SHUT_RDWR)
+
+
+def _send_at_once(client: socket.socket, message: msgspec.Struct) -> None:
+    """And hang up: a new connection has room for it."""
+    with client, contextlib.suppress(OSError):
+        client.setblocking(False)
+        client.send(encoded(message))

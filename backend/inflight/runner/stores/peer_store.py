@@ -171,17 +171,20 @@ class _Connection:
         challenge = self._message(Challenge, MOST_GREETING_BYTES)
         if challenge.version != VERSION:
             return False
+        if challenge.is_full:
+            raise OSError(errno.EBUSY, f"{self._name} has too many connections that have not greeted yet")
         nonce = secrets.token_bytes(NONCE_BYTES)
         nonces = challenge.nonce + nonce
         self._send(Hello(namespace, nonce, proof(secret, b"reader", nonces, namespace)))
         try:
             welcome = self._message(Welcome, MOST_GREETING_BYTES)
         except ConnectionError as error:
-            raise OSError(
-                errno.ECONNREFUSED, f"{error}; its kv_store_secret_file is another one, or it has too many readers"
-            ) from None
-        if not hmac.compare_digest(welcome.proof, proof(secret, b"server", nonces, namespace, welcome.is_same)):
+            raise OSError(errno.ECONNREFUSED, f"{error}; its kv_store_secret_file is another one") from None
+        expected = proof(secret, b"server", nonces, namespace, welcome.is_same, welcome.is_full)
+        if not hmac.compare_digest(welcome.proof, expected):
             raise OSError(errno.EACCES, f"{self._name} does not have the secret of kv_store_secret_file")
+        if welcome.is_full:
+            raise OSError(errno.EBUSY, f"{self._name} has too many readers")
         return welcome.is_same
 
     def begin(self, seconds: float) -> None:

@@ -1,14 +1,15 @@
 """The messages of an engine that reads the host memory of another one.  No torch.
 
     reader                          server
-                              <--   Challenge{version, nonce}
+                              <--   Challenge{version, nonce, is_full}
     Hello{namespace, nonce, proof}  -->
-                              <--   Welcome{is_same, proof}       is_same: both have KV of one namespace
+                              <--   Welcome{is_same, is_full, proof}
     Find{keys}                -->                                 or FirstOf{keys}
                               <--   Position{index}
     Load{key}                 -->
                               <--   Extent{size}, then so many bytes: seal and blocks; 0: it does not have it
 
+is_full: too many are connected, and the server hangs up.  is_same: both have KV of one namespace.
 A message is its length, 4 bytes with the highest first, and a MessagePack array.  Each question has one answer.
 Both sides prove that they know the secret (HMAC-SHA-256 of both nonces), so a process without it can neither ask nor
 answer, unless it can change what is on its way.  Nothing is encrypted.  Extents have seals, which
@@ -63,6 +64,7 @@ _Count = Annotated[int, Meta(ge=0, le=2**40)]
 class Challenge(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     version: _Count
     nonce: _Sixteen
+    is_full: bool = False
 
 
 class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -73,6 +75,7 @@ class Hello(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 class Welcome(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     is_same: bool
+    is_full: bool
     proof: _Digest
 
 
@@ -116,14 +119,16 @@ def decoded(body: bytes | bytearray, kind: Any) -> Any:
         raise msgspec.DecodeError(str(error)) from None
 
 
-def proof(secret: bytes, who: bytes, nonces: bytes, namespace: bytes, is_same: bool = True) -> bytes:
+def proof(
+    secret: bytes, who: bytes, nonces: bytes, namespace: bytes, is_same: bool = True, is_full: bool = False
+) -> bytes:
     """That its maker has the secret.
 
     Args:
         who: b"reader" or b"server", so that neither can send back what the other one has said.
         nonces: the server's and the reader's.
     """
-    return hmac.digest(secret, b"inflight KV peer " + who + nonces + namespace + bytes([is_same]), "sha256")
+    return hmac.digest(secret, b"inflight KV peer " + who + nonces + namespace + bytes([is_same, is_full]), "sha256")
 
 
 def seconds_for(size: int) -> float:

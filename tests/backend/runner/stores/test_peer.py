@@ -10,16 +10,23 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
 from extents import blank, content, frames_of, key
-from peer_rig import NAMESPACE, SIZE, PeerProcess, PeerRig, readable
+from peer_rig import NAMESPACE, SIZE, PeerProcess, PeerRig, readable, wait_until_it_listens
+from redis_rig import free_port
 
+from inflight.config import ConfigError
 from inflight.engine.tiers.base import TornError
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.tiers import Tiers
+from inflight.runner import kv_tiers
 from inflight.runner.stores import peer_server, peer_store
+from inflight.runner.stores.host import HostStore
+from inflight.runner.stores.peer_server import PeerServer
 from inflight.runner.stores.peer_store import PeerStore
 from inflight.runner.stores.peer_wire import (
     MOST_KEYS,
@@ -59,24 +66,23 @@ def test_more_keys_than_a_question_takes(rig: PeerRig) -> None:
         assert store.first_of([*[key(2)] * MOST_KEYS, key(1)]) == MOST_KEYS + 1, "as if it had none"
 
 
-def test_what_is_about_to_be_stored_is_found_and_waited_for(rig: PeerRig) -> None:
+def test_what_is_about_to_be_stored_is_found_and_waited_for(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     with readable(rig) as store:
         rig.coming.add(key(1))
         assert store.find([key(1), key(2)]) == 1
-        asked = threading.Event()
-        found: list[bool] = []
+        looks = 0
 
-        def load() -> None:
-            asked.set()
-            found.append(is_right(store, 1))
+        def coming() -> set[bytes]:
+            nonlocal looks
+            looks += 1
+            if looks == 3:  # the reader waits
+                rig.host.store(key(1), frames_of(content(1, SIZE)))
+                rig.coming.clear()
+            return rig.coming
 
-        thread = threading.Thread(target=load)
-        thread.start()
-        asked.wait()
-        rig.host.store(key(1), frames_of(content(1, SIZE)))
-        rig.coming.clear()
-        thread.join()
-        assert found == [True]
+        monkeypatch.setattr(rig.server, "_coming", coming)
+        assert is_right(store, 1)
+        assert looks >= 3
 
 
 def test_what_never_comes_is_a_miss(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,10 +105,10 @@ def test_an_extent_that_is_evicted_while_it_is_sent_is_whole() -> None:
 
         thread = threading.Thread(target=evict)
         thread.start()
-        for _ in range(30):
-            is_right(store, 0)
+        is_there = [is_right(store, 0) for _ in range(30)]
         is_over.set()
         thread.join()
+        assert any(is_there)
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, b""), (b"", SECRET), (SECRET, b"t" * 32)])
@@ -207,7 +213,7 @@ class LyingPeer:
         size = int.from_bytes(client.recv(4), "big")
         hello = msgspec.msgpack.decode(client.recv(size), type=Hello)
         mine = proof(self._secret, b"server", nonce + hello.nonce, hello.namespace, self._is_same)
-        client.sendall(encoded(Welcome(self._is_same, mine)))
+        client.sendall(encoded(Welcome(self._is_same, False, mine)))
         client.recv(1)
         client.sendall(self._answer)
 
@@ -348,6 +354,74 @@ def test_a_silent_stranger_and_a_reader_that_does_not_read_are_hung_up_on(
         assert is_right(store, 1)
 
 
+def test_a_reader_is_told_that_there_are_too_many(
+    rig: PeerRig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer_server, "_MOST_READERS", 0)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"port .* has too many readers"):
+            rig.store().find([key(1)])
+    assert "0 connections of readers are open, and one more was refused (2 so far)" in caplog.text
+    monkeypatch.setattr(peer_server, "_MOST_STRANGERS", 0)
+    with pytest.raises(OSError, match="has too many connections that have not greeted"):
+        rig.store().find([key(1)])
+
+
+def test_an_engine_of_other_kv_takes_no_readers_place(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_server, "_MOST_READERS", 1)
+    assert rig.store(namespace=bytes(16)).find([key(1)]) == 0
+    with readable(rig, 1) as store:
+        assert store.find([key(1)]) == 1
+        assert rig.store(namespace=bytes(16)).find([key(1)]) == 0, "not too many readers"
+
+
+def test_the_log_says_when_it_listens(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process has the port at first."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(peer_server, "_AGAIN_SECONDS", 0.01)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        server = PeerServer("127.0.0.1", port, HostStore(SIZE), lambda: (), NAMESPACE, b"")
+        assert f"another process has 127.0.0.1, port {port}; it is tried again" in caplog.text
+        assert "others can read" not in caplog.text
+    wait_until_it_listens(port)
+    server.close()
+    assert f"others can read host memory at 127.0.0.1, port {port}" in caplog.text
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
+def test_an_address_at_which_it_can_never_listen_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_listen: cannot listen on {host}, port 7090: .*; give an address of"):
+        PeerServer(host, 7090, HostStore(SIZE), lambda: (), NAMESPACE, SECRET)
+
+
+def test_the_port_is_closed_with_the_tiers_though_they_are_still_referred_to() -> None:
+    host, port, blocks = HostStore(SIZE), free_port(), mock.Mock(bytes_per_block=SIZE)
+    tiers = Tiers([Tier("host", host, Seal(NAMESPACE), TierThreads)], blocks, Seal(NAMESPACE))
+    kv_tiers._serve(f"127.0.0.1:{port}", b"", tiers, tiers.tiers[0], host)
+    wait_until_it_listens(port)
+    tiers.close()
+    with socket.socket() as client:
+        assert client.connect_ex(("127.0.0.1", port)) == errno.ECONNREFUSED
+
+
+def test_a_server_that_its_own_thread_closes_does_not_wait_for_itself(rig: PeerRig) -> None:
+    """It had the last reference to its tiers."""
+    ended: list[bool] = []
+
+    def close() -> set[bytes]:
+        rig.server.close()
+        ended.append(True)
+        return set()
+
+    with readable(rig, 1) as store:
+        rig.server._coming = close
+        with contextlib.suppress(OSError):
+            store.find([key(1)])
+    rig.server._thread.join(30)
+    assert ended == [True] and not rig.server._thread.is_alive()
+
+
 def test_too_many_connections_are_hung_up_on(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_server, "_MOST_READERS", 3)
     with readable(rig, 1) as store:
@@ -360,7 +434,8 @@ def test_too_many_connections_are_hung_up_on(rig: PeerRig, monkeypatch: pytest.M
             client.close()
     monkeypatch.setattr(peer_server, "_MOST_STRANGERS", 2)
     strangers = [connected(rig) for _ in range(20)]
-    assert sum(not client.recv(1) for client in strangers) >= 10
+    told = [msgspec.msgpack.decode(client.recv(4096)[4:], type=Challenge).is_full for client in strangers]
+    assert sum(told) >= 10
     for client in strangers:
         client.close()
 
