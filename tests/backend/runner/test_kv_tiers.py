@@ -323,10 +323,9 @@ def test_tiers_that_cannot_be_used_are_refused(folder, tmp_path, monkeypatch, op
 def test_host_memory_has_no_other_writer(tmp_path, folder):
     """So who waits for another engine's KV does not ask it again."""
     tiers = [{"type": "host", "size": "1MiB"}, {"type": "disk", "path": str(tmp_path), "size": "1MiB"}]
-    config = EngineConfig.from_dict(
-        {"model": str(folder), "device": "cpu", "kv_cache_memory": "1MiB", "kv_tiers": tiers}
-    )
-    made = make_core(placed(config), make_runner(placed(config))).info.tiers
+    options = {"model": str(folder), "device": "cpu", "kv_cache_memory": "1MiB", "kv_tiers": tiers}
+    config = placed(EngineConfig.from_dict(options))
+    made = make_core(config, make_runner(config)).info.tiers
     assert [tier.is_shared for tier in made.tiers] == [False, True]
     made.close()
 

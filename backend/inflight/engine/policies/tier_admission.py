@@ -183,6 +183,8 @@ class TierAdmission(EngineListener):
                 load = self._loads.start(tier, request.block_hashes, start, count, prefix)
                 if load is None:
                     break
+                if not visit.loads:  # or what was cached long ago is evicted first
+                    self._loads.pool.touch(prefix)
                 visit.loads[start] = load
             elif load.is_adopted is False:
                 visit.stop, visit.again = start, now

@@ -14,6 +14,7 @@ from tiers_rig import FaultyStore
 
 from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
+from inflight.engine.policies import tier_admission
 from inflight.engine.pooling import Pooling
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
@@ -305,3 +306,28 @@ def test_a_pool_for_one_request_lends_no_blocks():
     rig = rig_of(stored(), num_blocks=16)
     serve(rig, 0, PROMPT)
     assert num_computed(rig) == 41 and rig.core.pool.most_reserved == 0
+
+
+def test_a_head_that_was_cached_long_ago_is_not_evicted_while_its_rest_is_loaded(monkeypatch):
+    """The loads take free blocks, and other prompts then evict what was used least recently."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", 5e-2)
+    rig = rig_of(stored(), num_blocks=64)
+    serve(rig, 9, PROMPT[:21], max_tokens=1)
+    for request_id in range(10, 13):
+        serve(rig, request_id, PROMPT[:40], {"cache_salt": str(request_id)}, max_tokens=1)
+    rig.tiers.num_hits = 0
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    assert len(rig.tiers.loads) == 5
+    for request_id in (1, 2):
+        add(rig.core, request_id, PROMPT[:40], {"cache_salt": str(request_id)}, max_tokens=16, ignore_eos=True)
+    while len(rig.outputs.get((2, 0), ())) < 14:
+        with mock.patch.object(tier_admission, "_FEW_SECONDS", 99.0):  # these do not look
+            rig.step()
+    assert len(rig.core.pool._free) == 0 and len(rig.tiers.loads) == 5
+    [request] = rig.core.scheduler.held
+    assert len(rig.core.pool.find_prefix(request)) == 5
+    rig.run()
+    assert rig.outputs[0, 0] == answer(PROMPT, 4)
+    assert rig.tiers.num_hits == 20
