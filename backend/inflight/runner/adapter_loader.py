@@ -34,7 +34,7 @@ class LoaderPace:
     A step is counted with the CPU time that it had at most: other processes may have delayed it.
 
     Args:
-        is_taken: whether KV is loaded from tiers, which has a tenth of its own: then the loader gets nothing.
+        is_taken: whether KV is loaded from tiers, which has a share of its own: then the loader gets nothing.
         cpu_clock: seconds of all cores that this process has had.
     """
 

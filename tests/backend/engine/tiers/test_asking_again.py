@@ -14,7 +14,7 @@ from tiers_rig import TieredRig
 from inflight.engine.attached import Attached
 from inflight.engine.policies import tier_admission
 
-# Computing 41 tokens takes 2.05 s, of which tiers are asked again for 0.2; a step takes a millisecond.
+# Computing 41 tokens takes 2.05 s, and tiers are asked again for 0.2; a step takes a millisecond.
 pytestmark = pytest.mark.usefixtures("fifty_milliseconds_a_token")
 
 
@@ -121,7 +121,7 @@ def test_the_second_half_is_loaded_behind_the_first_one():
 
 
 def test_a_part_of_an_extent_is_not_loaded_until_it_is_certain_that_the_whole_one_does_not_come():
-    """Extents of two blocks, of which the store has one and a half: the second one is whole later, or never."""
+    """The store has one and a half extents of two blocks: the second one is whole later, or never."""
     for comes in (True, False):
         store = CountingStore()
         serve(rig_of(store, extent_blocks=2), 0, PROMPT[:13], max_tokens=1)

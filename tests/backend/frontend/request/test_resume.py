@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from frontend_rig import CHECKPOINT, demo_tokenizer
+from frontend_rig import CHECKPOINT, RecordingClient, demo_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from offline import make_core
 from resumer import CoreEngine, Received, ScriptEngine, SteppedEngine, receive
 
 from inflight.config import EngineConfig
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
+from inflight.frontend.output.request_state import RequestState
 from inflight.frontend.request.contract import INPUTS, WireRequest
 from inflight.frontend.request.parsed_request import ParsedRequest
 from inflight.frontend.request.parser import RequestParser
@@ -60,6 +62,15 @@ def test_one_sequence_is_a_list_of_ids(counts: dict[str, Any], as_parameters: bo
     request = parse({}, resume, as_parameters)
     assert request.engine_request.output_token_ids == [[9, 8]]
     assert (request.cumulative_logprobs, request.ends) == ([-1.25], [None])
+
+
+def test_a_resumed_request_waits_for_kv_of_another_server_and_its_replay_does_not() -> None:
+    request = parse({"logprobs": 1}, {"resume_token_ids": [9, 8]})
+    assert request.engine_request.attached == Attached(resumed=True)
+    rest = RequestState(request, RecordingClient(), TOKENIZER, 1).rest()
+    assert rest is not None and rest.replayed and rest.output_token_ids == [[9, 8]]
+    assert rest.attached == Attached()
+    assert parse({}, {}).engine_request.attached is None
 
 
 @pytest.mark.parametrize("as_parameters", [False, True])
