@@ -43,7 +43,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     caches = loaded.layers.caches
     seal = Seal(kv_namespace(config, loaded.info.attention_backend, loaded.info.dtype, caches), secret)
     namespace = seal.namespace.hex()
-    tiers, count = [], Counter[str]()
+    tiers, count = list[Tier](), Counter[str]()
     stores = [make_store(options, namespace, secret) for options in config.kv_tiers]
     for options, store in zip(config.kv_tiers, stores):
         count[options.type] += 1
@@ -58,7 +58,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
     if config.kv_listen is not None:
         served = next(index for index, options in enumerate(config.kv_tiers) if options.type == "host")
         try:
-            _serve(config.kv_listen, secret, made, made.tiers[served], cast(HostStore, stores[served]))
+            _serve(config.kv_listen, secret, made, tiers[served], cast(HostStore, stores[served]))
         except BaseException:
             made.close(0.0)
             raise

@@ -20,8 +20,8 @@ from inflight.engine.kv_pool import KVPool
 from inflight.engine.policies.base import AdmissionPolicy, NotYet
 from inflight.engine.policies.cost_model import OnlineStepCost, step_load
 from inflight.engine.request import Request
+from inflight.engine.tiers.base import EngineTier
 from inflight.engine.tiers.loads import Loads
-from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiers import ExtentLoad
 
 __all__ = ["LOOK_SECONDS", "TierAdmission"]
@@ -62,14 +62,14 @@ class _Visit:
     num_blocks: int
     stop: int
     until: float
-    order: Iterator[Tier]
-    asked: tuple[Tier, int, Future[tuple[int, int | None]]] | None = None
+    order: Iterator[EngineTier]
+    asked: tuple[EngineTier, int, Future[tuple[int, int | None]]] | None = None
     has_asked: bool = False
     has_looked: bool = False
     again: float = 0.0
     next_look: float = 0.0
     pause: float = _AGAIN_EVERY
-    places: dict[int, Tier] = field(default_factory=dict)
+    places: dict[int, EngineTier] = field(default_factory=dict)
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
     begun: int = 0
     num_lost: int = 0

@@ -6,7 +6,7 @@ mean equal content, for as long as model, options and program are the same.  The
 made for one.
 
     engine    TierAdmission, TierWriter: what to load, and what to keep
-    Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`)
+    Tier      threads, seal, measured rate, circuit breaker: once for all stores (`tier.py`); `EngineTier` to the engine
     KVStore   bytes by key (`runner/stores/`)
 
 A store knows nothing of KV: an extent is a row of buffers, and only their concatenation counts.  The first one is
@@ -16,9 +16,12 @@ the seal, with a checksum of everything; the others are the blocks' bytes, one o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
-__all__ = ["Fill", "Frames", "KVBlocks", "KVStore", "Read", "TornError"]
+from inflight.engine.deltas import TierStats
+
+__all__ = ["EngineTier", "Fill", "Frames", "KVBlocks", "KVStore", "Read", "TornError"]
 
 # C-contiguous buffers of bytes ("B"), in order.
 Frames = Sequence[memoryview]
@@ -28,6 +31,43 @@ Fill = Callable[[Read], bool]  # `KVBlocks.fill` of some blocks
 
 class TornError(Exception):
     """There are fewer or more bytes under a key than the extent has; it was not written to its end."""
+
+
+class EngineTier(Protocol):
+    """A tier as the engine's thread sees it, which never waits for a store.  Docstrings: `Tier`.
+
+    Attributes:
+        is_shared: others write to its store, too.
+        extent_cpu_seconds: of a core that an extent takes to be read, smoothed.
+    """
+
+    name: str
+    is_shared: bool
+    extent_cpu_seconds: float
+
+    @property
+    def is_open(self) -> bool: ...
+
+    @property
+    def finds_at_once(self) -> bool: ...
+
+    def answers_within(self, seconds: float) -> bool: ...
+
+    def seconds(self, count: int) -> float: ...
+
+    def find(
+        self, keys: Sequence[bytes], behind: Callable[[int], Sequence[bytes]] = ...
+    ) -> Future[tuple[int, int | None]]: ...
+
+    def load(self, key: bytes, fill: Fill) -> Future[bool]: ...
+
+    def wants(self, key: bytes, is_computed: bool = True) -> bool: ...
+
+    def store(self, key: bytes, copied: Callable[[], Frames | None]) -> None: ...
+
+    def stats(self) -> TierStats: ...
+
+    def close(self, seconds: float) -> None: ...
 
 
 class KVStore(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.request import Request
 from inflight.engine.step import SchedulerOutput
-from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.base import EngineTier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import ExtentLoad, Tiers
 
@@ -60,7 +60,7 @@ class Loads(EngineListener):
             load.done.cancel()
 
     def start(
-        self, tier: Tier, chain: Sequence[bytes], first: int, count: int, keep: Sequence[int]
+        self, tier: EngineTier, chain: Sequence[bytes], first: int, count: int, keep: Sequence[int]
     ) -> ExtentLoad | None:
         """Load an extent, or join the load that is in flight for it; call `leave` with the result in the end.
 
@@ -133,7 +133,7 @@ class Loads(EngineListener):
 
     step_failed = step_done
 
-    def come_within(self, seconds: float, tier: Tier, block_hash: bytes, count: int) -> bool:
+    def come_within(self, seconds: float, tier: EngineTier, block_hash: bytes, count: int) -> bool:
         """Whether `count` more extents, the first with this last hash, come so soon; then others' come after them."""
         same = self._wanted.get(block_hash, 0)  # what begins with the same extent is mostly the same
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0

@@ -11,9 +11,8 @@ from functools import partial
 from weakref import ref
 
 from inflight.engine.deltas import TierTotals
-from inflight.engine.tiers.base import Frames, KVBlocks
+from inflight.engine.tiers.base import EngineTier, Frames, KVBlocks
 from inflight.engine.tiers.seal import Seal
-from inflight.engine.tiers.tier import Tier
 
 __all__ = ["ExtentLoad", "Tiers", "blocks_of_extent"]
 
@@ -43,7 +42,7 @@ class ExtentLoad:
     chain: Sequence[bytes]
     first: int
     blocks: list[int]
-    tier: Tier
+    tier: EngineTier
     done: Future[bool] = field(default_factory=Future)
     num_waiting: int = 0
     is_adopted: bool | None = None
@@ -68,7 +67,7 @@ class Tiers:
             left out: its generations no longer tell that a block has changed.
     """
 
-    tiers: Sequence[Tier]
+    tiers: Sequence[EngineTier]
     blocks: KVBlocks
     seal: Seal
     cpu_clock: Callable[[], float] = time.process_time
@@ -103,12 +102,14 @@ class Tiers:
         key = self.seal.key_of(load.chain[load.first + len(load.blocks) - 1])
         load.done = load.tier.load(key, partial(self.blocks.fill, load.blocks))
 
-    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[Tier]:
+    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[EngineTier]:
         """The tiers that should get this extent of a request, which has just computed it or found it."""
         key = self.seal.key_of(block_hash)
         return [tier for tier in self.tiers if tier.wants(key, is_computed)]
 
-    def store(self, into: Sequence[Tier], block_hash: bytes, blocks: Sequence[int], generations: list[int]) -> None:
+    def store(
+        self, into: Sequence[EngineTier], block_hash: bytes, blocks: Sequence[int], generations: list[int]
+    ) -> None:
         """Keep a full extent that no step in flight writes.
 
         Args:

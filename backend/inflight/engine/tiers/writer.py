@@ -9,7 +9,7 @@ from typing import NamedTuple
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.request import Request, Status
 from inflight.engine.step import SchedulerOutput
-from inflight.engine.tiers.tier import Tier
+from inflight.engine.tiers.base import EngineTier
 from inflight.engine.tiers.tiered_pool import TieredPool
 from inflight.engine.tiers.tiers import Tiers
 
@@ -26,7 +26,7 @@ class _Computed(NamedTuple):
     block_hash: bytes
     blocks: list[int]
     generations: list[int]
-    into: list[Tier]
+    into: list[EngineTier]
 
 
 class TierWriter(EngineListener):
