@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,14 @@ def said(llm: LLM, *prompts: list[int], count: int = 12, **params: Any) -> list[
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": count, "ignore_eos": True, "seed": 3, **params})
     found = llm.generate([{"prompt_token_ids": one} for one in prompts], sampling)
     return [([one.token_ids for one in answer.outputs], answer.num_cached_tokens) for answer in found]
+
+
+def wait_until_it_is_written(llm: LLM) -> None:
+    tiers, deadline = llm.core.info.tiers, time.monotonic() + 60
+    assert tiers is not None
+    while tiers.coming() or tiers.tiers[0].queued:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -119,6 +128,7 @@ def test_what_was_evicted_is_kept_again_when_it_is_found(folder: str, port: int)
     with first(folder, port, kv_tiers=[{"type": "host", "size": "48KiB"}]) as giver, second(folder, port) as taker:
         for seed in (0, 1, 0):
             said(giver, prompt(seed), count=1)
+            wait_until_it_is_written(giver)
         [(answer, cached)] = said(taker, prompt(0))
         assert answer == greedy_reference(folder, [prompt(0)], [12])
         assert cached >= 128, "both whole extents"
