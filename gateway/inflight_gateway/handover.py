@@ -122,8 +122,17 @@ def with_handover(
         return upstream
 
     def calls(address: str) -> Upstream:
-        only = {"triton": (address,), "models": (), "routing": "ordered", "reconnect_timeout": 0.0}
-        return Upstream(dataclasses.replace(options, prefill_triton=(), handover="", **only))
+        return Upstream(
+            dataclasses.replace(
+                options,
+                triton=(address,),
+                models=(),
+                prefill_triton=(),
+                handover="",
+                routing="ordered",
+                reconnect_timeout=0.0,
+            )
+        )
 
     prefills = [PrefillTriton(address, calls(address)) for address in options.prefill_triton]
     return HandoverUpstream(upstream, prefills, options.handover, report, gap)

@@ -175,9 +175,10 @@ async def test_a_deadline_that_a_triton_for_prompts_exceeds_is_its_own() -> None
 
 
 async def test_the_patience_grows_with_prompts_that_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover_policy, "_UNMEASURED_PATIENCE", 0.05)
-    monkeypatch.setattr(handover_policy, "_LEAST_PATIENCE", 20.0)  # once anything is measured
-    pair = Pair(lambda _: [0.075, first(), asyncio.Event()])
+    for name, value in {"_UNMEASURED_PATIENCE": 0.05, "_LEAST_PATIENCE": 0.05, "_PATIENCE": 100.0}.items():
+        monkeypatch.setattr(handover_policy, name, value)
+    scripts: list[Script] = [[asyncio.Event()], [0.1, first(), asyncio.Event()]]
+    pair = Pair(lambda _: scripts.pop(0))
     assert (await pair.run())[0] == "ABC"
     pair.now += 1.0
     assert await pair.again(1) == "ABC" and pair.outcomes == ["late", "handed_over"]
