@@ -100,8 +100,7 @@ class _Exchange:
     def rest(self) -> GenerationRequest:
         """The request for the output that has not arrived, in the time that is left; `send` of another client takes it.
 
-        Its `resume_token_ids` are those that the stream began with, or None, if no token has arrived since, or if the
-        stream cannot be continued.
+        If no token has arrived, or the stream cannot be continued, its `resume_token_ids` are the ones of `request`.
         """
         return self._continuation.rest().changed(timeout=self._left())
 
@@ -216,7 +215,10 @@ class _Exchange:
             self._failing_since = elapsed
         outage = elapsed - self._failing_since
         delay = self._policy.delay(self._attempts, elapsed, has_output, outage)
-        if delay is None or asked > self._policy.max_retry_after:
+        longest = self._policy.max_retry_after
+        if has_output and self._policy.outage_timeout is not None:  # a hint must not end an answer that has begun
+            longest = max(longest, self._policy.outage_timeout - outage)
+        if delay is None or asked > longest:
             return None
         delay = max(delay, asked)
         limits = [limit for limit in (self.request.timeout, self._policy.total_timeout) if limit is not None]

@@ -56,7 +56,7 @@ class Costs:
     def patience(self, now: float, tokens: int) -> float:
         """Seconds in which a Triton should have computed so many tokens, those before them in its queue included.
 
-        Those that are cached count, too: they are loaded, or computed again.
+        Cached tokens count, too: they are loaded, or computed again.
         """
         each = self.prefill.median(now) or self.alone.median(now)
         if each is None:

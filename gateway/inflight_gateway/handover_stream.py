@@ -46,7 +46,7 @@ class Prefill(Protocol):
     queued: int
 
     async def facts(self, model: str) -> Mapping[str, Any]:
-        """What it serves under this name, as `AsyncClient.model_info`; empty: nothing."""
+        """As `AsyncClient.model_info`; empty: it does not serve the model."""
 
     def answered(self, model: str, adapter: str | None) -> None: ...
 
@@ -159,7 +159,7 @@ class HandoverStream:
         self._check_cancelled()
         try:
             model = await self._upstream.find(self.request.model)
-        except APIError:  # those that generate tell the caller, or return while the request waits for them
+        except APIError:  # the others tell the caller, or return while the request waits for them
             return None, self.request
         outcome: Outcome = "mismatch"
         found: _Begun = None, self.request
@@ -191,11 +191,14 @@ class HandoverStream:
             prefill.mismatched(model.name, self.request.adapter)
         except InvalidRequestError:  # the other Triton says the same
             outcome = "refused"
+            prefill.answered(model.name, self.request.adapter)
         except InflightError as error:
             self._check_cancelled()
             is_gone = not isinstance(error, UnavailableError) or isinstance(error, ServerUnreachableError)
             outcome = "failed" if is_gone else "refused"
-            if not _OWN_REFUSAL.match(error.message):
+            if _OWN_REFUSAL.match(error.message):
+                prefill.answered(model.name, self.request.adapter)
+            else:
                 prefill.failed(error.message, error.retry_after if isinstance(error, UnavailableError) else None)
         else:
             prefill.answered(model.name, self.request.adapter)

@@ -312,6 +312,21 @@ def test_refusals_do_not_end_an_answer_that_was_begun_elsewhere() -> None:
     assert len(cluster.opened) == 5
 
 
+def test_a_hint_does_not_end_an_answer_that_has_begun() -> None:
+    policy = RetryPolicy(initial_delay=0.0, max_retry_after=0.05, outage_timeout=30.0, resume=True)
+    full = UnavailableError("the queue is full; retry in 0.1 s")
+    assert answer(Cluster([[5, 6]], [(0, full)], count=1), policy, resume_token_ids=[5]).token_ids == [6]
+    assert answer(Cluster([[5, 6]], [(1, LOST), (0, full)], count=1), policy).token_ids == [5, 6]
+    for breaks, options in (
+        ([(0, full)], {}),
+        ([(0, UnavailableError("the queue is full; retry in 31.0 s"))], {"resume_token_ids": [5]}),
+    ):
+        cluster = Cluster([[5, 6]], breaks, count=1)
+        with pytest.raises(UnavailableError):
+            answer(cluster, policy, **options)
+        assert len(cluster.opened) == 1
+
+
 def test_the_rest_of_an_answer_has_the_time_that_is_left() -> None:
     stream = Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=5.0), FAST, Cluster([[7, 8]], []))
     assert stream.rest().resume_token_ids is None

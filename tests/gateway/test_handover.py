@@ -201,6 +201,16 @@ async def test_after_a_rest_one_prompt_tries_whether_a_triton_is_well(monkeypatc
     assert pair.outcomes == ["failed", "busy", "handed_over", "handed_over"]
 
 
+@pytest.mark.parametrize("error", [InvalidRequestError("top_p=2 is out of range"), UnavailableError("the queue of x")])
+async def test_a_refusal_of_one_request_shows_that_a_triton_is_well(error: Exception) -> None:
+    scripts: list[Script] = [[ServerUnreachableError("gone")], [error], [ServerUnreachableError("gone")]]
+    pair = Pair(lambda _: scripts.pop(0) if scripts else [first(), asyncio.Event()])
+    for number in range(4):
+        await pair.again(number)
+        pair.now += 1.0  # not the two of a second failure in a row
+    assert pair.outcomes == ["failed", "refused", "failed", "handed_over"]
+
+
 @pytest.mark.parametrize(
     "whose", ["the queue of tenant 'x' is full: 3 sequences are waiting", "the queue of priority class 3 is full: 9"]
 )
