@@ -156,7 +156,7 @@ async def test_a_triton_that_is_stopped_is_not_waited_for(monkeypatch: pytest.Mo
 
 
 async def test_a_stopped_triton_leaves_a_request_most_of_its_time() -> None:
-    """Its usual patience is 10 s, of which the request has none."""
+    """The usual patience, 10 s, is more than the request has."""
     pair = Pair(lambda _: [asyncio.Event()])
     assert (await pair.run(timeout=1.5))[0] == "ABC" and pair.outcomes == ["late"]
     left = pair.decode.requests[0].timeout
