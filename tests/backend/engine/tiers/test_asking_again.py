@@ -145,6 +145,7 @@ def test_a_load_that_is_lost_ends_the_asking(num_left):
     while not rig.tiers.loads:
         rig.step(1)
     store.extents = dict(list(store.extents.items())[:num_left])
+    rig.step(3, last_first=True)
     assert steps_until_it_starts(rig) <= 6
     assert rig.tiers.num_hits == 4 * num_left
 
