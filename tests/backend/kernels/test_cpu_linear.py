@@ -103,12 +103,16 @@ def test_a_row_is_bitwise_independent_of_other_rows_and_threads(isa: str, dtype:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_rows_of_several_chunks_are_those_of_one(isa: str, dtype: torch.dtype) -> None:
-    weight, bias = random(70, 640, dtype=dtype), random(70, dtype=dtype, seed=1)
-    packed, x = PackedWeight([weight], [bias]), random(500, 640, dtype=dtype, seed=2)  # chunks of up to 204 rows
+@pytest.mark.parametrize(("inputs", "outputs", "parts"), [(640, 70, 100), (1700, 450, 47)])
+def test_rows_of_several_chunks_are_those_of_one(
+    isa: str, dtype: torch.dtype, inputs: int, outputs: int, parts: int
+) -> None:
+    """Chunks of up to 204 rows; then long rows, in slices, beside so few rows that they are not cut."""
+    weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
+    packed, x = PackedWeight([weight], [bias]), random(230, inputs, dtype=dtype, seed=2)
     whole = linear(x, packed)
     assert_close(whole, F.linear(x.double(), weight.double(), bias.double()), roundings=16)
-    assert torch.equal(whole, torch.cat([linear(part, packed) for part in x.split(100)]))
+    assert torch.equal(whole, torch.cat([linear(part, packed) for part in x.split(parts)]))
 
 
 def test_half_precision_is_as_precise_as_torch() -> None:

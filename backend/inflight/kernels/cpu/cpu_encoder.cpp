@@ -11,7 +11,7 @@
 namespace inflight {
 namespace {
 
-constexpr int64_t kChunkRows = 96;
+constexpr int64_t kChunkRows = 168;  // one chunk of the products; fewer read the panels too often
 
 struct EncoderLayer {
   Linear qkv, output, up, down;

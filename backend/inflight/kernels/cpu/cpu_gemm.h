@@ -21,8 +21,8 @@ struct Prefetch {
   int64_t step;
 };
 
-// tile [kRows][kPanel] = rows a [kRows][steps * kDepth] x one panel.
-template <class Op, int kRows>
+// tile [kRows][kPanel] = rows a [kRows][steps * kDepth] x one panel; kAdds: added to what the tile holds.
+template <class Op, int kRows, bool kAdds = false>
 void multiply_block(const typename Op::Elem* a, int64_t stride, const char* panel, int64_t steps, Prefetch ahead,
                     float* tile) {
   // One pointer per three rows: addressing modes reach the others.
@@ -35,6 +35,13 @@ void multiply_block(const typename Op::Elem* a, int64_t stride, const char* pane
   }
   const int64_t pitch = stride * int64_t(sizeof(typename Op::Elem));
   Vec sums[kRows][kPanelVectors] = {};
+  if constexpr (kAdds) {
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; ++m) {
+#pragma GCC unroll 8
+      for (int n = 0; n < kPanelVectors; ++n) sums[m][n] = load(tile + m * kPanel + n * kLanes);
+    }
+  }
   for (int64_t step = 0; step < steps; ++step) {
     typename Op::Right b[kPanelVectors];
 #pragma GCC unroll 8
@@ -63,13 +70,13 @@ void multiply_block(const typename Op::Elem* a, int64_t stride, const char* pane
   }
 }
 
-template <class Op, int kRows>
+template <class Op, int kRows, bool kAdds = false>
 INFLIGHT_INLINE void multiply_rows(int rows, const typename Op::Elem* a, int64_t stride, const char* panel,
                                    int64_t steps, Prefetch ahead, float* tile) {
   if (rows == kRows) {
-    multiply_block<Op, kRows>(a, stride, panel, steps, ahead, tile);
+    multiply_block<Op, kRows, kAdds>(a, stride, panel, steps, ahead, tile);
   } else if constexpr (kRows > 1) {
-    multiply_rows<Op, kRows - 1>(rows, a, stride, panel, steps, ahead, tile);
+    multiply_rows<Op, kRows - 1, kAdds>(rows, a, stride, panel, steps, ahead, tile);
   }
 }
 
@@ -145,19 +152,28 @@ inline void finish_block(const Linear& linear, const Block& block, const Result&
   }
 }
 
+// Blocks that read the next panel: with two of them, products of single floats wait for memory.  Others were not measured.
+template <class Op>
+constexpr int64_t kBlocksAhead = Op::kDepth == 1 ? 8 : 2;
+
+// The prefetches of block `block` of `blocks`, of which the first `parts` read the `bytes` at `next`.
+INFLIGHT_INLINE Prefetch part_ahead(const char* next, int64_t bytes, int64_t steps, int64_t block, int64_t parts) {
+  return block < parts ? Prefetch{next + block * bytes / parts, bytes / parts / steps} : Prefetch{next, 0};
+}
+
 // The prefetches of a block, one in each of its `steps`.  The first blocks of a panel read the next one.  A single block of
 // few rows takes less time than its panel needs to arrive: its prefetches keep close ahead of it.
-INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps, int rows, int64_t block, int64_t blocks) {
+INFLIGHT_INLINE Prefetch ahead_of(const char* data, int64_t bytes, int64_t steps, int rows, int64_t block, int64_t blocks,
+                                   int64_t parts) {
   constexpr int64_t kFastRows = 4;
   const int64_t step = bytes / steps;
   if (blocks == 1) return {data + (rows * kPanel * 4 <= kFastRows * step ? prefetch_distance() : bytes), step};
-  if (block < 2) return {data + bytes + block * bytes / 2, bytes / 2 / steps};
-  return {data, 0};
+  return part_ahead(data + bytes, bytes, steps, block, std::min(blocks, parts));
 }
 
 // Compute panels first .. last of rows start .. start + rows in blocks of up to kRows rows: `multiply(block, data, ahead)`
 // fills the block's tile.
-template <int kRows, class Function>
+template <int kRows, int64_t kParts = 2, class Function>
 INFLIGHT_INLINE void each_block(const Linear& linear, int64_t start, int64_t rows, int64_t first, int64_t last,
                                 const Result& result, Function multiply) {
   alignas(64) float tile[kRows * kPanel];
@@ -167,26 +183,75 @@ INFLIGHT_INLINE void each_block(const Linear& linear, int64_t start, int64_t row
     for (int64_t i = 0; i < blocks; ++i) {
       const int64_t row = rows * i / blocks;
       const Block block = {tile, int(rows * (i + 1) / blocks - row), start + row, panel};
-      multiply(block, data, ahead_of(data, bytes, linear.steps(), block.rows, i, blocks));
+      multiply(block, data, ahead_of(data, bytes, linear.steps(), block.rows, i, blocks, kParts));
       finish_block(linear, block, result);
     }
   }
 }
 
-// Rows of single floats stay in the second-level cache while the panels pass by, in chunks of so many bytes.  Long rows
-// make chunks of so few blocks that reading the panels again costs more: they are one chunk.  Pairs were not measured.
+// Rows of single floats stay in the second-level cache while the panels pass by, in chunks of so many bytes.  Pairs were not
+// measured.
 constexpr int64_t kChunkBytes = 512 << 10;
 constexpr int64_t kFewestBlocks = 12;
+
+// Long rows would make chunks of so few blocks that reading the panels again costs more.  They are cut instead: one slice of
+// a chunk's rows meets its part of some panels, and the sums wait in tiles for the next slice.
+constexpr int64_t kSliceSteps = 768;
+constexpr int64_t kSliceRows = 168;    // at most
+constexpr int64_t kSlicePanels = 12;   // at most
+constexpr int64_t kFewestSliced = 48;  // rows; with fewer, reading the panels takes the time
+
+// Panels first .. last, kSlicePanels at most, of kSliceRows rows at most.  The sums are those of whole rows, to the bit.
+template <class Op>
+void multiply_slices(const Linear& linear, const Matrix& x, int64_t start, int64_t rows, int64_t first, int64_t last,
+                     const Result& result) {
+  alignas(64) float tiles[kSlicePanels * kSliceRows * kPanel];
+  constexpr int64_t kStepBytes = kPanel * Op::kLaneBytes;
+  const auto* a = reinterpret_cast<const typename Op::Elem*>(x.data) + start * x.stride;
+  const int64_t steps = linear.steps(), slices = (steps + kSliceSteps - 1) / kSliceSteps;
+  const int64_t blocks = (rows + kMaxRows - 1) / kMaxRows;
+  for (int64_t slice = 0; slice < slices; ++slice) {
+    const int64_t step = steps * slice / slices, end = steps * (slice + 1) / slices, count = end - step;
+    for (int64_t panel = first; panel < last; ++panel) {
+      const char* data = linear.panels + panel * linear.panel_bytes() + step * kStepBytes;
+      const char* next = panel + 1 < last ? data + linear.panel_bytes()
+                                          : linear.panels + first * linear.panel_bytes() + end * kStepBytes;
+      for (int64_t i = 0; i < blocks; ++i) {
+        const int64_t row = rows * i / blocks;
+        const Block block = {tiles + ((panel - first) * rows + row) * kPanel, int(rows * (i + 1) / blocks - row),
+                             start + row, panel};
+        const auto* from = a + row * x.stride + step;
+        const Prefetch ahead = part_ahead(next, count * kStepBytes, count, i, std::min(blocks, kBlocksAhead<Op>));
+        if (slice == 0) {
+          multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, count, ahead, block.tile);
+        } else {
+          multiply_rows<Op, kMaxRows, true>(block.rows, from, x.stride, data, count, ahead, block.tile);
+        }
+        if (slice == slices - 1) finish_block(linear, block, result);
+      }
+    }
+  }
+}
 
 template <class Op>
 void multiply_panels(const Linear& linear, const Matrix& x, int64_t first, int64_t last, const Result& result) {
   const auto* a = reinterpret_cast<const typename Op::Elem*>(x.data);
   const int64_t blocks = kChunkBytes / (x.stride * int64_t(sizeof(typename Op::Elem)) * kMaxRows);
-  const bool is_one = Op::kDepth > 1 || blocks < kFewestBlocks;
-  const int64_t most = is_one ? std::max(int64_t(1), x.rows) : blocks * kMaxRows, chunks = (x.rows + most - 1) / most;
+  const bool is_long = blocks < kFewestBlocks, is_one = Op::kDepth > 1 || is_long;
+  const bool is_sliced = Op::kDepth == 1 && is_long && x.rows >= kFewestSliced;
+  const int64_t whole = std::max(int64_t(1), x.rows);
+  const int64_t most = is_sliced ? kSliceRows : is_one ? whole : blocks * kMaxRows, chunks = (x.rows + most - 1) / most;
   for (int64_t i = 0; i < chunks; ++i) {
     const int64_t start = x.rows * i / chunks, rows = x.rows * (i + 1) / chunks - start;
-    each_block<kMaxRows>(linear, start, rows, first, last, result,
+    if constexpr (Op::kDepth == 1) {
+      if (is_sliced) {
+        for (int64_t panel = first; panel < last; panel += kSlicePanels) {
+          multiply_slices<Op>(linear, x, start, rows, panel, std::min(last, panel + kSlicePanels), result);
+        }
+        continue;
+      }
+    }
+    each_block<kMaxRows, kBlocksAhead<Op>>(linear, start, rows, first, last, result,
                          [&](const Block& block, const char* data, Prefetch ahead) {
       const auto* from = a + block.row * x.stride;
       multiply_rows<Op, kMaxRows>(block.rows, from, x.stride, data, linear.steps(), ahead, block.tile);
