@@ -11,6 +11,7 @@ import pytest
 from checkpoints import VOCAB, greedy_reference, make_checkpoint
 from peer_rig import wait_until_it_listens
 from redis_rig import free_port
+from wire import wait_for
 
 from inflight import LLM, SamplingParams
 from inflight.engine.policies import tier_admission
@@ -119,6 +120,8 @@ def test_what_was_evicted_is_kept_again_when_it_is_found(folder: str, port: int)
     with first(folder, port, kv_tiers=[{"type": "host", "size": "48KiB"}]) as giver, second(folder, port) as taker:
         for seed in (0, 1, 0):
             said(giver, prompt(seed), count=1)
+            [tier] = giver.core.info.tiers.tiers
+            wait_for(lambda tier=tier: not tier.queued)
         [(answer, cached)] = said(taker, prompt(0))
         assert answer == greedy_reference(folder, [prompt(0)], [12])
         assert cached >= 128, "both whole extents"

@@ -133,7 +133,8 @@ class TierAdmission(EngineListener):
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
         is_rest = request.num_given_tokens > request.num_prompt_tokens and not request.num_preemptions
-        visit = _Visit(num_blocks, len(prefix), until, now + is_rest * _AGAIN * seconds, iter(tiers + tiers[:-1]))
+        again = now + is_rest * _AGAIN * (until - now)
+        visit = _Visit(num_blocks, len(prefix), until, again, iter(tiers + tiers[:-1]))
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
