@@ -375,3 +375,18 @@ def test_the_rest_of_an_answer_asks_again_for_kv_that_is_still_being_written(is_
             rig.step(99)
             steps += 1
     assert 30 < steps < 60 if is_rest else steps < 10
+
+
+def test_the_rest_of_a_very_long_answer_asks_again_for_a_tenth_of_the_longest_wait():
+    """Else it would wait for an extent that never comes until the others come too late."""
+    store = stored(PROMPT[:33])
+    rig = rig_of(store)
+    given = {"output_token_ids": [answer(PROMPT, 1)]}
+    with (
+        mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1.0),
+        mock.patch.object(tier_admission, "_LONGEST_WAIT", 0.1),
+    ):
+        add(rig.core, 0, PROMPT, given, max_tokens=4, ignore_eos=True)
+        while (0, 0) not in rig.outputs:
+            rig.step(99)
+    assert rig.tiers.num_hits == 32
