@@ -1,4 +1,4 @@
-"""What benchmarks write down."""
+"""The records of benchmarks, and parts of them that fail."""
 
 from __future__ import annotations
 
