@@ -121,7 +121,11 @@ class Client(_BaseClient, PooledCalls):
             ValueError, TypeError: see `GenerationRequest.build`.  Errors of the server are raised by
                 the iterator.
         """
-        return Stream(self._request(prompt, messages, input_ids, options), self.retries, self._servers)
+        return self.send(self._request(prompt, messages, input_ids, options))
+
+    def send(self, request: GenerationRequest) -> Stream:
+        """Send a request that exists, such as `Stream.rest` of another client's stream."""
+        return Stream(request, self.retries, self._servers)
 
     def generate(
         self,
@@ -298,10 +302,10 @@ class AsyncClient(_BaseClient, AsyncPooledCalls):
         **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """As `Client.stream`, but not awaited: `async for chunk in client.stream(...)`."""
-        return AsyncStream(self._request(prompt, messages, input_ids, options), self.retries, self._servers)
+        return self.send(self._request(prompt, messages, input_ids, options))
 
     def send(self, request: GenerationRequest) -> AsyncStream:
-        """Send a request that exists, such as `AsyncStream.rest` of another client's stream."""
+        """As `Client.send`."""
         return AsyncStream(request, self.retries, self._servers)
 
     async def generate(

@@ -26,9 +26,10 @@ class RetryPolicy:
         multiplier: growth of the delay, >= 1.
         jitter: random share of the delay, 0 to 1; keeps clients from returning in lockstep.
         total_timeout: no attempt starts more than this many seconds after the first; None for no limit.
-        max_refusals: maximum number of refusals with UNAVAILABLE before the first output; None: limited only by
-            `max_attempts`.
-        max_retry_after: seconds; a server that asks for more ends the request.
+        max_refusals: maximum number of refusals with UNAVAILABLE before the first output, here or elsewhere
+            (`resume_token_ids`); None: limited only by `max_attempts`.
+        max_retry_after: seconds; a server that asks for more ends the request, except for the rest of an output within
+            `outage_timeout`.
         resume: continue interrupted streams; None: if the client has several servers.
         outage_timeout: seconds during which a request waits for a server, from its first failed attempt since the last
             response; in the place of both numbers of attempts.  None: attempts are counted.

@@ -98,11 +98,11 @@ class _Exchange:
         return self._builder.num_input_tokens
 
     def rest(self) -> GenerationRequest:
-        """The request for the output that has not arrived, which `send` of another client takes.
+        """The request for the output that has not arrived, in the time that is left; `send` of another client takes it.
 
-        Its `resume_token_ids` are None if nothing has arrived, or if the stream cannot be continued.
+        If no token has arrived, or the stream cannot be continued, its `resume_token_ids` are the ones of `request`.
         """
-        return self._continuation.rest()
+        return self._continuation.rest().changed(timeout=self._left())
 
     def result(self) -> GenerationResult:
         """The output so far; the complete answer once the stream has ended."""
@@ -126,14 +126,17 @@ class _Exchange:
     def _elapsed(self) -> float:
         return time.perf_counter() - self._started
 
+    def _left(self) -> float | None:
+        """Seconds until the deadline; None: there is none."""
+        timeout = self.request.timeout
+        return None if timeout is None else max(timeout - self._elapsed(), 1e-6)
+
     def _open(self) -> None:
         self._attempts += 1
-        timeout = self.request.timeout
-        left = None if timeout is None else max(timeout - self._elapsed(), 1e-6)
         self._index, self._answered = self._servers.endpoints.begin(self.request), False
         self._in_flight.append(self._index)
         try:
-            self._call = self._servers.open(self._index, self._continuation.rest(), left)
+            self._call = self._servers.open(self._index, self._continuation.rest(), self._left())
         except BaseException:
             self._leave()
             raise
@@ -202,17 +205,20 @@ class _Exchange:
 
     def _next_delay(self) -> float | None:
         """Seconds until the next attempt; None if there is none."""
-        if self._continuation.received:
-            if not self._continuation.possible:
-                return None
-        elif self._policy.max_refusals is not None and self._refusals >= self._policy.max_refusals:
+        if self._continuation.received and not self._continuation.possible:
+            return None
+        has_output = self._continuation.received or self.request.resume_token_ids is not None  # here, or before it
+        if not has_output and self._policy.max_refusals is not None and self._refusals >= self._policy.max_refusals:
             return None
         elapsed, asked = self._elapsed(), self._servers.endpoints.asked_wait()
         if self._failing_since is None:
             self._failing_since = elapsed
         outage = elapsed - self._failing_since
-        delay = self._policy.delay(self._attempts, elapsed, self._continuation.received, outage)
-        if delay is None or asked > self._policy.max_retry_after:
+        delay = self._policy.delay(self._attempts, elapsed, has_output, outage)
+        longest = self._policy.max_retry_after
+        if has_output and self._policy.outage_timeout is not None:  # a hint must not end an answer that has begun
+            longest = max(longest, self._policy.outage_timeout - outage)
+        if delay is None or asked > longest:
             return None
         delay = max(delay, asked)
         limits = [limit for limit in (self.request.timeout, self._policy.total_timeout) if limit is not None]

@@ -38,7 +38,6 @@ class CompletionBody(SamplingBody, kw_only=True):
         "add_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
         "logits_processors": (None,),
-        "kv_transfer_params": (None,),
         # vllm-router sends these with every completion.
         "no_stop_trim": (None, False),
         "return_hidden_states": (None, False),

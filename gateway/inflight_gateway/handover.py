@@ -11,9 +11,10 @@ import dataclasses
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from inflight_client import DeadlineExceededError, InflightError, ServerUnreachableError
 from inflight_client.request import GenerationRequest
 from inflight_gateway.handover_policy import LEAST_TOKENS, Costs, SentPrefixes, can_be_handed_over, pays
 from inflight_gateway.handover_stream import HandoverStream, Outcome
@@ -25,10 +26,16 @@ __all__ = ["HandoverUpstream", "PrefillTriton", "with_handover"]
 _log = logging.getLogger("inflight_gateway")
 
 _FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds, as of `inflight_client.endpoints`
+_FACTS_SECONDS = 1.0  # for which what a Triton serves is remembered: another checkpoint must not compute first tokens
+_MISMATCH_SECONDS = 2.0  # for which a Triton is not asked again for a model or adapter that it does not have
+_ASK_SECONDS = 5.0  # for it to tell what it serves
 
 
 class PrefillTriton:
-    """A Triton for prompts.  It rests after a failure: for a second, then twice as long each time, at most 30 s.
+    """A Triton for prompts.
+
+    It rests after a failure: for a second, then twice as long each time, at most 30 s, but as long as it asks for.
+    After a rest it gets one prompt at a time until it answers.
 
     Args:
         address: `host:port`.
@@ -46,16 +53,57 @@ class PrefillTriton:
         self._clock = clock
         self._failures = 0
         self._rests_until = float("-inf")
+        self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._mismatches: dict[tuple[str, str | None], float] = {}
+        self._told: set[tuple[str, str | None]] = set()
 
     @property
     def is_free(self) -> bool:
-        return self._clock() >= self._rests_until
+        return self._clock() >= self._rests_until and not (self._failures and self.queued)
 
-    def answered(self) -> None:
+    def may_serve(self, model: str, adapter: str | None) -> bool:
+        """Whether it did not lack them a moment ago."""
+        return self._clock() - self._mismatches.get((model, adapter), float("-inf")) >= _MISMATCH_SECONDS
+
+    async def facts(self, model: str) -> Mapping[str, Any]:
+        """As `AsyncClient.model_info`, at most a second old; empty: it does not serve the model.
+
+        Raises:
+            InflightError: it cannot be reached, or does not answer.
+        """
+        asked, info = self._facts.get(model, (float("-inf"), {}))
+        if self._clock() - asked >= _FACTS_SECONDS:
+            asked = self._clock()
+            try:
+                info = await self.upstream.client.model_info(model, timeout=_ASK_SECONDS)
+            except (ServerUnreachableError, DeadlineExceededError):
+                raise
+            except InflightError:  # no such model, it is not loaded, or of another backend
+                info = {}
+            self._facts[model] = asked, info
+        return info
+
+    def forget(self) -> None:
+        """Ask anew what it serves."""
+        self._facts.clear()
+        self._mismatches.clear()
+
+    def answered(self, model: str, adapter: str | None) -> None:
         self._failures = 0
+        self._told.discard((model, adapter))
+
+    def mismatched(self, model: str, adapter: str | None) -> None:
+        """It serves something else under these names, or nothing."""
+        now = self._clock()
+        self._mismatches = {key: at for key, at in self._mismatches.items() if now - at < _MISMATCH_SECONDS}
+        self._mismatches[model, adapter] = now
+        if (model, adapter) not in self._told:
+            self._told.add((model, adapter))
+            what = f"model {model!r}" if adapter is None else f"adapter {adapter!r} of model {model!r}"
+            _log.warning("the Triton for prompts at %s does not serve %s as the others do", self.address, what)
 
     def failed(self, why: str, retry_after: float | None = None) -> None:
-        if not self.is_free:  # one of several requests that failed together
+        if self._clock() < self._rests_until:  # one of several requests that failed together
             return
         rest = max(retry_after or 0.0, min(_LONGEST_REST, _FIRST_REST * 2 ** min(self._failures, 16)))
         self._failures += 1
@@ -74,8 +122,17 @@ def with_handover(
         return upstream
 
     def calls(address: str) -> Upstream:
-        own = dataclasses.replace(options, triton=(address,), prefill_triton=(), handover="", models=())
-        return Upstream(dataclasses.replace(own, routing="ordered", reconnect_timeout=0.0))
+        return Upstream(
+            dataclasses.replace(
+                options,
+                triton=(address,),
+                models=(),
+                prefill_triton=(),
+                handover="",
+                routing="ordered",
+                reconnect_timeout=0.0,
+            )
+        )
 
     prefills = [PrefillTriton(address, calls(address)) for address in options.prefill_triton]
     return HandoverUpstream(upstream, prefills, options.handover, report, gap)
@@ -119,18 +176,19 @@ class HandoverUpstream:
             return self._upstream.send(request)
         prompt, costs = self._sent.sent(request), self._costs[request.model]
         tokens = prompt.tokens - prompt.cached
-        prefill = min((one for one in self._prefills if one.is_free), key=lambda one: one.queued, default=None)
+        free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.queued)
+        prefills = [one for one in free if one.may_serve(request.model, request.adapter)]
         if self._above is not None:
             wanted = tokens > self._above
         else:
-            wanted = pays(costs, time.monotonic(), tokens, 0 if prefill is None else prefill.queued)
-        if wanted and prefill is None:
-            self._report("busy")
-        if prefill is None or not wanted:
-            prefill = None
+            wanted = pays(costs, time.monotonic(), tokens, prefills[0].queued if prefills else 0)
+        if wanted and not prefills:
+            self._report("mismatch" if free else "busy")
+        if not wanted or not prefills:
+            prefills = []
             if self._above is not None or tokens < LEAST_TOKENS:
                 return self._upstream.send(request)
-        return HandoverStream(self._upstream, request, prefill, prompt, costs, self._report, self._gap)
+        return HandoverStream(self._upstream, request, prefills, prompt, costs, self._report, self._gap)
 
     async def resolve(self, name: str | None) -> ServedModel:
         """As `Upstream.resolve`."""
@@ -152,7 +210,7 @@ class HandoverUpstream:
         """As `Upstream.forget`."""
         self._upstream.forget()
         for prefill in self._prefills:
-            prefill.upstream.forget()
+            prefill.forget()
 
     async def ready(self) -> bool:
         """Whether the Tritons that generate can serve; they do so without the others."""

@@ -20,7 +20,7 @@ LEAST_TOKENS = 256  # "auto" hands over no fewer: tiers keep KV in pieces of abo
 _PIECE = 256  # tokens: prefixes are compared in steps of so many
 _REMEMBERED = 2**16  # pieces, of 4 million tokens; about 10 MB
 _REMEMBERED_SECONDS, _SAMPLES = 60.0, 16
-_LEAST_PATIENCE, _UNMEASURED_PATIENCE = 1.0, 10.0  # seconds
+_LEAST_PATIENCE, _UNMEASURED_PATIENCE, _MOST_PATIENCE = 1.0, 10.0, 30.0  # seconds
 _PATIENCE = 3.0  # times the usual seconds
 
 
@@ -54,9 +54,18 @@ class Costs:
     transfer: Recent = field(default_factory=Recent)
 
     def patience(self, now: float, tokens: int) -> float:
-        """Seconds in which a Triton should have computed so many tokens, those before them in its queue included."""
+        """Seconds in which a Triton should have computed so many tokens, those before them in its queue included.
+
+        Cached tokens count, too: they are loaded, or computed again.
+        """
         each = self.prefill.median(now) or self.alone.median(now)
-        return _UNMEASURED_PATIENCE if each is None else max(_LEAST_PATIENCE, _PATIENCE * each * tokens)
+        if each is None:
+            return _UNMEASURED_PATIENCE
+        return min(_MOST_PATIENCE, max(_LEAST_PATIENCE, _PATIENCE * each * tokens))
+
+    def was_late(self, now: float, seconds: float, tokens: int) -> None:
+        """A Triton for prompts had not computed so many tokens by then: where all are slow, the patience grows."""
+        self.prefill.add(now, max(seconds / max(tokens, 1), self.prefill.median(now) or 0.0))
 
 
 def pays(costs: Costs, now: float, tokens: int, queued: int) -> bool:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import re
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 from inflight_client import GenerationResult, InflightError, RequestCancelledError, StreamChunk, UnavailableError
 from inflight_client.errors import DeadlineExceededError, InvalidRequestError, ServerUnreachableError
@@ -23,6 +25,12 @@ __all__ = ["HandoverStream", "Outcome", "Prefill"]
 # these cases the whole request went to the other one.
 Outcome = Literal["handed_over", "ended", "failed", "refused", "late", "mismatch", "busy"]
 
+_SHARE = 1 / 3  # of the time that a request has left: a Triton for prompts gets no more of it
+
+# Refusals that tell nothing about other requests, in the backend's words: the queues of tenants and priority classes,
+# and a request that waited for something of its own.
+_OWN_REFUSAL = re.compile(r"the queue of |the request waited too long for ")
+
 
 class Prefill(Protocol):
     """A Triton for prompts.
@@ -37,7 +45,13 @@ class Prefill(Protocol):
     upstream: Upstream
     queued: int
 
-    def answered(self) -> None: ...
+    async def facts(self, model: str) -> Mapping[str, Any]:
+        """As `AsyncClient.model_info`; empty: it does not serve the model."""
+
+    def answered(self, model: str, adapter: str | None) -> None: ...
+
+    def mismatched(self, model: str, adapter: str | None) -> None:
+        """It serves something else under these names, or nothing."""
 
     def failed(self, why: str, retry_after: float | None = None) -> None:
         """It should get no requests for some seconds."""
@@ -45,6 +59,10 @@ class Prefill(Protocol):
 
 class _Mismatch(Exception):
     """The Triton for prompts serves something else under the same name."""
+
+
+# The chunk of the first token, and the request for the rest, None if that was all.  Without a chunk: the whole request.
+_Begun = tuple[StreamChunk | None, GenerationRequest | None]
 
 
 class HandoverStream:
@@ -56,7 +74,8 @@ class HandoverStream:
     Args:
         upstream: the Tritons that generate.
         request: of one sequence.
-        prefill: None: measure what the prompt costs without.
+        prefills: Tritons for prompts, the next one for what those before it do not serve; none: measure what the prompt
+            costs without.
         prompt: estimated.
         costs: of the model; what is measured is added.
         report: called with the outcome, if there is a Triton for prompts.
@@ -71,7 +90,7 @@ class HandoverStream:
         self,
         upstream: AnyUpstream,
         request: GenerationRequest,
-        prefill: Prefill | None,
+        prefills: Sequence[Prefill],
         prompt: Prompt,
         costs: Costs,
         report: Callable[[Outcome], None],
@@ -80,7 +99,7 @@ class HandoverStream:
         self.request = request
         self.pooled: Pooled | None = None
         self._upstream = upstream
-        self._prefill = prefill
+        self._prefills = prefills
         self._prompt = prompt
         self._costs = costs
         self._report = report
@@ -114,10 +133,7 @@ class HandoverStream:
             self._stream.cancel()
 
     async def _run(self) -> AsyncIterator[StreamChunk]:
-        rest: GenerationRequest | None = self.request
-        first = None
-        if self._prefill is not None:
-            first, rest = await self._prefilled(self._prefill)
+        first, rest = await self._begun()
         if rest is None:  # the answer is complete
             assert first is not None
             yield self._taken(first)
@@ -137,45 +153,66 @@ class HandoverStream:
             chunk.elapsed += opened
             yield self._taken(chunk)
 
-    async def _prefilled(self, prefill: Prefill) -> tuple[StreamChunk | None, GenerationRequest | None]:
-        """The first token's chunk, and the request for the rest, None if that was all.
-
-        Without a chunk: the whole request.
-        """
+    async def _begun(self) -> _Begun:
+        if not self._prefills:
+            return None, self.request
         self._check_cancelled()
-        tokens = self._prompt.tokens - self._prompt.cached
-        limit = self._costs.patience(time.monotonic(), prefill.queued + tokens)
-        prefill.queued += tokens
+        try:
+            model = await self._upstream.find(self.request.model)
+        except APIError:  # the others tell the caller, or return while the request waits for them
+            return None, self.request
+        outcome: Outcome = "mismatch"
+        found: _Begun = None, self.request
+        for prefill in self._prefills:
+            self._check_cancelled()
+            outcome, found = await self._prefilled(prefill, model)
+            if outcome != "mismatch":
+                break
+        self._report(outcome)
+        return found
+
+    async def _prefilled(self, prefill: Prefill, model: ServedModel) -> tuple[Outcome, _Begun]:
+        tokens, computed = prefill.queued + self._prompt.tokens, self._prompt.tokens - self._prompt.cached
+        limit, left = self._costs.patience(time.monotonic(), tokens), self._left()
+        if left is not None:
+            limit = min(limit, left * _SHARE)
+        prefill.queued += computed
+        self._stream = None
         outcome: Outcome
         try:
-            found = await asyncio.wait_for(self._first_token(prefill), limit)
-        except asyncio.TimeoutError:
+            found = await asyncio.wait_for(self._first_token(prefill, model), limit)
+        except (asyncio.TimeoutError, DeadlineExceededError):
             outcome = "late"
+            if self._stream is not None:  # it said what it serves, so it is well, and only slow
+                self._costs.was_late(time.monotonic(), limit, tokens)
             prefill.failed(f"no token within {limit:.1f} s")
         except _Mismatch:
             outcome = "mismatch"
-        except (InvalidRequestError, DeadlineExceededError):  # the other Triton says the same
+            prefill.mismatched(model.name, self.request.adapter)
+        except InvalidRequestError:  # the other Triton says the same
             outcome = "refused"
-        except (InflightError, APIError) as error:
+            prefill.answered(model.name, self.request.adapter)
+        except InflightError as error:
             self._check_cancelled()
             is_gone = not isinstance(error, UnavailableError) or isinstance(error, ServerUnreachableError)
             outcome = "failed" if is_gone else "refused"
-            prefill.failed(error.message, error.retry_after if isinstance(error, UnavailableError) else None)
+            if _OWN_REFUSAL.match(error.message):
+                prefill.answered(model.name, self.request.adapter)
+            else:
+                prefill.failed(error.message, error.retry_after if isinstance(error, UnavailableError) else None)
         else:
-            prefill.answered()
-            self._report("ended" if found[1] is None else "handed_over")
-            return found
+            prefill.answered(model.name, self.request.adapter)
+            return "ended" if found[1] is None else "handed_over", found
         finally:
-            prefill.queued -= tokens
+            prefill.queued -= computed
             if self._stream is not None:
                 self._stream.cancel()
-        self._report(outcome)
-        return None, self.request
+        return outcome, (None, self.request)
 
-    async def _first_token(self, prefill: Prefill) -> tuple[StreamChunk, GenerationRequest | None]:
-        model = await self._upstream.find(self.request.model)
-        if not _is_same(model, await _found(prefill.upstream, model.name), self.request.adapter):
+    async def _first_token(self, prefill: Prefill, model: ServedModel) -> _Begun:
+        if not _is_same(model, await prefill.facts(model.name), self.request.adapter):
             raise _Mismatch
+        self._check_cancelled()
         sent = time.monotonic()
         self._stream = stream = prefill.upstream.send(self.request.changed(stream=True, timeout=self._left()))
         async for chunk in stream:
@@ -191,6 +228,10 @@ class HandoverStream:
             if computed >= LEAST_TOKENS:
                 self._costs.prefill.add(time.monotonic(), (time.monotonic() - sent) / computed)
             if chunk.finish_reason is not None:
+                with contextlib.suppress(InflightError):  # the answer is complete
+                    async for _ in stream:  # a cancellation that crosses the end can crash tritonserver 24.10
+                        pass
+                self._stream = None
                 return chunk, None
             return chunk, rest.changed(stream=self.request.stream, return_token_ids=self.request.return_token_ids)
         raise InflightError("its stream ended without a token")
@@ -221,20 +262,11 @@ class HandoverStream:
             raise RequestCancelledError("the request was cancelled by this client")
 
 
-async def _found(upstream: Upstream, name: str) -> ServedModel:
-    try:
-        return await upstream.find(name)
-    except APIError as error:
-        if error.status == 404:
-            raise _Mismatch from None
-        raise
-
-
-def _is_same(model: ServedModel, other: ServedModel, adapter: str | None) -> bool:
-    """Whether two Tritons serve the same checkpoint, and the same adapter, with the same version and limit."""
-    facts = ("checkpoint_id", "version", "max_model_len")
+def _is_same(model: ServedModel, other: Mapping[str, Any], adapter: str | None) -> bool:
+    """Whether another Triton serves the same checkpoint, and the same adapter, with the same version and limit."""
+    facts, adapters = ("checkpoint_id", "version", "max_model_len"), other.get("adapters") or {}
     return (
         model.info.get("checkpoint_id") is not None
-        and all(model.info.get(name) == other.info.get(name) for name in facts)
-        and (adapter is None or (adapter in model.adapters and model.adapters[adapter] == other.adapters.get(adapter)))
+        and all(model.info.get(name) == other.get(name) for name in facts)
+        and (adapter is None or (adapter in model.adapters and model.adapters[adapter] == adapters.get(adapter)))
     )

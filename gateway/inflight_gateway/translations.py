@@ -96,6 +96,7 @@ def _truncation(body: dict[str, Any], value: Any, say: Say) -> None:
 COMMON: dict[str, Translation] = {
     **{f"guided_{kind}": _guided(kind) for kind in ("json", "regex", "choice", "grammar")},
     "keep_alive": _without_effect("keep_alive", "models stay loaded"),
+    "kv_transfer_params": _without_effect("kv_transfer_params", "KV of other engines is found by its content"),
     "num_ctx": _without_effect("num_ctx", "the length of the context is the model's"),
     "store": _without_effect("store", "nothing is stored"),
     "vllm_xargs": _without_effect("vllm_xargs", "no extension reads it"),

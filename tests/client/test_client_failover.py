@@ -305,6 +305,39 @@ def test_refusals_are_bounded_until_output_has_come() -> None:
         assert len(cluster.opened) == attempts
 
 
+def test_refusals_do_not_end_an_answer_that_was_begun_elsewhere() -> None:
+    policy = RetryPolicy(max_attempts=9, resume_attempts=5, initial_delay=0.0, max_refusals=1)
+    cluster = Cluster([[5, 6, 7]], [(0, UnavailableError("the queue is full"))] * 4)
+    assert answer(cluster, policy, resume_token_ids=[5]).token_ids == [6, 7]
+    assert len(cluster.opened) == 5
+
+
+def test_a_hint_does_not_end_an_answer_that_has_begun() -> None:
+    policy = RetryPolicy(initial_delay=0.0, max_retry_after=0.05, outage_timeout=30.0, resume=True)
+    full = UnavailableError("the queue is full; retry in 0.1 s")
+    assert answer(Cluster([[5, 6]], [(0, full)], count=1), policy, resume_token_ids=[5]).token_ids == [6]
+    assert answer(Cluster([[5, 6]], [(1, LOST), (0, full)], count=1), policy).token_ids == [5, 6]
+    for breaks, options in (
+        ([(0, full)], {}),
+        ([(0, UnavailableError("the queue is full; retry in 31.0 s"))], {"resume_token_ids": [5]}),
+    ):
+        cluster = Cluster([[5, 6]], breaks, count=1)
+        with pytest.raises(UnavailableError):
+            answer(cluster, policy, **options)
+        assert len(cluster.opened) == 1
+
+
+def test_the_rest_of_an_answer_has_the_time_that_is_left() -> None:
+    stream = Stream(GenerationRequest.build("p", None, None, {}, model="m", timeout=5.0), FAST, Cluster([[7, 8]], []))
+    assert stream.rest().resume_token_ids is None
+    next(stream)
+    rest, later = stream.rest(), stream.rest()
+    assert rest.resume_token_ids == [[7]]
+    assert rest.timeout is not None and later.timeout is not None and 5.0 > rest.timeout > later.timeout > 0
+    assert Stream(rest, FAST, Cluster([[7, 8]], [])).rest().resume_token_ids == [[7]]
+    assert Stream(request(), FAST, Cluster([[7, 8]], [])).rest().timeout is None
+
+
 def test_an_answer_whose_last_flag_was_lost_is_complete() -> None:
     cluster = Cluster([[7, 8]], [(2, LOST)])
     assert answer(cluster).token_ids == [7, 8]

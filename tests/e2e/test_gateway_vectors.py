@@ -130,8 +130,8 @@ def test_a_client_that_hangs_up_frees_the_engine(direct: Client, url: str) -> No
     body = {"input": [f"{i} " + "the number of " * 200 for i in range(500)], "truncate_prompt_tokens": -1}
 
     def open_sequences() -> int:
-        load = json.loads(direct.control("stats"))["engine"]["load"]
-        return int(load["running"]) + int(load["waiting"])
+        engine = json.loads(direct.control("stats"))["engine"]
+        return int(engine["load"]["running"]) + int(engine["load"]["waiting"]) if engine is not None else -1
 
     address = urlsplit(url)
     connection = http.client.HTTPConnection(str(address.hostname), address.port)

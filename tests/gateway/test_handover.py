@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scripted_client import Script, ScriptedClient, text
+from scripted_client import INPUTS, Script, ScriptedClient, text
 
-from inflight_client import ChoiceDelta, InvalidRequestError, ServerUnreachableError, StreamChunk, UnavailableError
+from inflight_client import (
+    AsyncStream,
+    ChoiceDelta,
+    InvalidRequestError,
+    ServerUnreachableError,
+    StreamChunk,
+    UnavailableError,
+)
+from inflight_client.endpoints import Endpoints
 from inflight_client.request import GenerationRequest
 from inflight_gateway import handover_policy
-from inflight_gateway.handover import HandoverUpstream, PrefillTriton
+from inflight_gateway.errors import APIError
+from inflight_gateway.handover import HandoverUpstream, PrefillTriton, with_handover
 from inflight_gateway.handover_policy import Costs, Prompt, SentPrefixes, can_be_handed_over, pays
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
@@ -59,6 +69,10 @@ class Pair:
         rest[0].num_cached_tokens = 288
         return rest if request.resume_token_ids else [first(cached=3), *rest]
 
+    async def again(self, number: int, **options: Any) -> str:
+        """The text for another prompt."""
+        return (await self.run(list(range(1000 * number, 1000 * number + 300)), **options))[0]
+
     async def run(self, prompt: Any = IDS, **options: Any) -> tuple[str, Any]:
         """The text that arrives, and the result."""
         stream = self.upstream.send(request(prompt, **options))
@@ -94,6 +108,7 @@ async def test_an_answer_that_ends_with_its_first_token_is_complete() -> None:
     text, result = await pair.run(stop_token_ids=[5])
     assert text == "A" and result.choices[0].finish_reason == "stop"
     assert not pair.decode.requests and pair.outcomes == ["ended"]
+    assert not pair.prefills[0].streams[0].cancelled.is_set(), "its end and a cancellation must not cross"
 
 
 @pytest.mark.parametrize(
@@ -140,6 +155,86 @@ async def test_a_triton_that_is_stopped_is_not_waited_for(monkeypatch: pytest.Mo
     assert pair.prefills[1].requests, "the first one rests"
 
 
+async def test_a_stopped_triton_leaves_a_request_most_of_its_time() -> None:
+    """The usual patience, 10 s, is more than the request has."""
+    pair = Pair(lambda _: [asyncio.Event()])
+    assert (await pair.run(timeout=1.5))[0] == "ABC" and pair.outcomes == ["late"]
+    left = pair.decode.requests[0].timeout
+    assert left is not None and left > 0.1
+    await pair.again(1)
+    assert pair.outcomes == ["late", "busy"]
+
+
+async def test_a_deadline_that_a_triton_for_prompts_exceeds_is_its_own() -> None:
+    """Such as that of the question what it serves, if its stub hangs."""
+    pair = Pair(lambda _: [first()])
+    pair.prefills[0].is_silent = True
+    assert (await pair.run())[0] == await pair.again(1) == "ABC"
+    assert pair.outcomes == ["late", "busy"] and not pair.prefills[0].requests
+    assert pair.upstream._costs["demo"].prefill.median(time.monotonic()) is None, "no prompt was slow"
+
+
+async def test_the_patience_grows_with_prompts_that_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"_UNMEASURED_PATIENCE": 0.05, "_LEAST_PATIENCE": 0.05, "_PATIENCE": 100.0}.items():
+        monkeypatch.setattr(handover_policy, name, value)
+    scripts: list[Script] = [[asyncio.Event()], [0.1, first(), asyncio.Event()]]
+    pair = Pair(lambda _: scripts.pop(0))
+    assert (await pair.run())[0] == "ABC"
+    pair.now += 1.0
+    assert await pair.again(1) == "ABC" and pair.outcomes == ["late", "handed_over"]
+
+
+async def test_after_a_rest_one_prompt_tries_whether_a_triton_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    script: list[Any] = [ServerUnreachableError("gone")]
+    pair = Pair(lambda _: script)
+    await pair.run()
+    pair.now += 1.0
+    came = asyncio.Event()
+    script[:] = [came, first()]
+    tries = asyncio.create_task(pair.again(1))
+    while len(pair.prefills[0].streams) < 2:
+        await asyncio.sleep(0)
+    await pair.again(2)
+    assert pair.outcomes == ["failed", "busy"]
+    came.set()
+    assert await tries == await pair.again(3) == "ABC"
+    assert pair.outcomes == ["failed", "busy", "handed_over", "handed_over"]
+
+
+@pytest.mark.parametrize("error", [InvalidRequestError("top_p=2 is out of range"), UnavailableError("the queue of x")])
+async def test_a_refusal_of_one_request_shows_that_a_triton_is_well(error: Exception) -> None:
+    scripts: list[Script] = [[ServerUnreachableError("gone")], [error], [ServerUnreachableError("gone")]]
+    pair = Pair(lambda _: scripts.pop(0) if scripts else [first(), asyncio.Event()])
+    for number in range(4):
+        await pair.again(number)
+        pair.now += 1.0  # not the two of a second failure in a row
+    assert pair.outcomes == ["failed", "refused", "failed", "handed_over"]
+
+
+@pytest.mark.parametrize(
+    "whose", ["the queue of tenant 'x' is full: 3 sequences are waiting", "the queue of priority class 3 is full: 9"]
+)
+async def test_a_refusal_of_one_tenant_stops_no_other(whose: str) -> None:
+    full = UnavailableError(f"{whose}; try again later; retry in 7.0 s")
+    pair = Pair(lambda request: [full] if request.tenant == "x" else [first(), asyncio.Event()])
+    assert await pair.again(1, tenant="x") == await pair.again(2, tenant="y") == "ABC"
+    assert pair.outcomes == ["refused", "handed_over"]
+
+
+async def test_an_error_of_the_tritons_that_generate_is_not_that_of_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = Pair(lambda _: [first(), asyncio.Event()])
+    find, failures = pair.upstream._upstream.find, [APIError(503, "gone", code="upstream_unreachable")]
+
+    async def finds(name: str | None) -> Any:
+        if failures:
+            raise failures.pop()
+        return await find(name)
+
+    monkeypatch.setattr(pair.upstream._upstream, "find", finds)
+    assert await pair.again(1) == await pair.again(2) == "ABC"
+    assert len(pair.prefills[0].requests) == 1 and pair.outcomes == ["handed_over"]
+
+
 @pytest.mark.parametrize(
     "change", [{"checkpoint_id": "other"}, {"version": "9"}, {"max_model_len": 1}, {"checkpoint_id": None}]
 )
@@ -155,6 +250,89 @@ async def test_a_triton_without_the_model_gets_nothing_and_does_not_rest() -> No
     pair.prefills[0].inputs.clear()
     assert (await pair.run())[0] == (await pair.run(list(range(7, 400))))[0] == "ABC"
     assert pair.outcomes == ["mismatch", "mismatch"]
+
+
+async def test_a_triton_without_the_model_does_not_keep_prompts_from_another(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(lambda _: [first(), asyncio.Event()], count=2)
+    pair.prefills[0].inputs.clear()
+    pair.upstream._prefills[1].queued = 1000  # of other prompts
+    for number in range(4):
+        assert await pair.again(number) == "ABC"
+        pair.now += 1.0
+    assert pair.outcomes == ["handed_over"] * 4 and len(pair.prefills[1].requests) == 4
+    assert [record.message for record in caplog.records] == [
+        "the Triton for prompts at p0:1 does not serve model 'demo' as the others do"
+    ]
+    pair.prefills[0].inputs["demo"] = INPUTS
+    pair.now += 2.0
+    await pair.again(9)
+    assert len(pair.prefills[0].requests) == 1, "it is asked again"
+
+
+async def test_another_checkpoint_under_the_same_name_computes_no_first_token() -> None:
+    pair = Pair(lambda _: [first(), asyncio.Event()])
+    await pair.again(1)
+    pair.prefills[0].info = pair.prefills[0].info | {"checkpoint_id": "other"}
+    pair.now += 1.0
+    assert await pair.again(2) == "ABC"
+    assert pair.outcomes == ["handed_over", "mismatch"] and len(pair.prefills[0].requests) == 1
+
+
+async def test_a_change_of_adapters_is_seen_at_once() -> None:
+    pair = Pair(lambda _: [first(), asyncio.Event()])
+    pair.prefills[0].inputs.clear()
+    await pair.again(1)
+    pair.prefills[0].inputs["demo"] = INPUTS
+    pair.upstream.forget()
+    await pair.again(2)
+    assert pair.outcomes == ["mismatch", "handed_over"]
+
+
+class Refusing(ScriptedClient):
+    """Its streams are those of a real client, whose only server refuses each request once."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: [])
+        self.retries = dataclasses.replace(Upstream(GatewayOptions()).client.retries, initial_delay=0.0)
+        self.endpoints = Endpoints(1)
+        self.opened: list[GenerationRequest] = []
+
+    def send(self, request: GenerationRequest) -> Any:
+        return AsyncStream(request, self.retries, self)
+
+    def open(self, index: int, request: GenerationRequest, timeout: float | None) -> Any:
+        self.opened.append(request)
+        return Answers(len(self.opened) == 1)
+
+    def address(self, index: int) -> str:
+        return "d:1"
+
+
+class Answers:
+    """The responses to the request for a rest."""
+
+    def __init__(self, refuses: bool) -> None:
+        self._refuses, self._left = refuses, ["B", "C"]
+
+    async def __anext__(self) -> Any:
+        if self._refuses:
+            raise UnavailableError("the queue is full: 9 sequences are waiting; try again later")
+        if not self._left:
+            raise StopAsyncIteration
+        text = self._left.pop(0)
+        counts = {"token_ids": [7], "token_counts": [1], "num_input_tokens": [300]}
+        return {"text_output": [text], "finish_reason": ["stop" if not self._left else ""], **counts}
+
+    def cancel(self) -> None: ...
+
+
+async def test_a_refusal_does_not_break_an_answer_that_has_begun() -> None:
+    pair, decode = Pair(lambda _: [first(), asyncio.Event()]), Refusing()
+    upstream = HandoverUpstream(
+        Upstream(GatewayOptions(), decode), pair.upstream._prefills, "100", pair.outcomes.append
+    )
+    assert [chunk.text async for chunk in upstream.send(request())] == ["A", "B", "C"]
+    assert [one.resume_token_ids for one in decode.opened] == [[[5]], [[5]]] and pair.outcomes == ["handed_over"]
 
 
 @pytest.mark.parametrize(("theirs", "used"), [("1" * 32, "1" * 32), ("2" * 32, None), ("1" * 32, "2" * 32)])
@@ -273,7 +451,46 @@ async def test_auto_measures_prompts_and_handovers() -> None:
     assert pair.decode.requests[-1].input_ids == [1, 2, 3]
 
 
+def test_the_patience_is_bounded_and_counts_cached_tokens() -> None:
+    costs = Costs()
+    assert costs.patience(0, 10**9) == 10
+    costs.prefill.add(0, 0.001)
+    assert [costs.patience(0, tokens) for tokens in (10, 1000, 10**9)] == [1.0, 3.0, 30.0]
+    costs.was_late(0, 0.1, 1000)
+    assert costs.patience(0, 1000) == 3.0, "too little time tells nothing"
+    for _ in range(9):
+        costs.was_late(0, 3.0, 1000)
+    assert costs.patience(0, 1000) == pytest.approx(9.0)
+
+
+async def test_a_prompt_that_is_cached_has_the_patience_of_its_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(Costs, "patience", lambda _, __, tokens: asked.append(tokens) or 9.0)
+    pair = Pair(lambda _: [first(), asyncio.Event()], handover="10")
+    await pair.run(list(range(512)))
+    await pair.run(list(range(550)))
+    assert asked == [512, 550]
+
+
 # -- the whole gateway ---------------------------------------------------------------------
+
+
+async def test_with_handover_calls_each_triton_once_and_no_other() -> None:
+    given = {"triton": ("m=d:1", "e:1"), "models": ("m",), "routing": "prefix", "headers": {"key": "k"}}
+    decode = Pair(lambda _: []).upstream._upstream
+
+    def wrapped(**more: Any) -> Any:
+        return with_handover(GatewayOptions(**given | more), decode, lambda _: None, lambda _: None)
+
+    assert wrapped() is decode is wrapped(prefill_triton=("p:1",), handover="off")
+    for handover, above in (("", None), ("auto", None), ("700", 700)):
+        upstream = wrapped(prefill_triton=("p:1", "q:1"), handover=handover)
+        assert isinstance(upstream, HandoverUpstream) and upstream._above == above
+        assert [one.address for one in upstream._prefills] == ["p:1", "q:1"]
+        for prefill in upstream._prefills:
+            options = prefill.upstream._options
+            assert options.triton == (prefill.address,) and not options.models and not options.prefill_triton
+            assert (options.routing, options.reconnect_timeout, options.headers) == ("ordered", 0.0, {"key": "k"})
 
 
 async def test_a_streaming_client_sees_one_answer(start: Callable[..., Any]) -> None:

@@ -48,7 +48,8 @@ async def test_older_names_of_constraints(start, path):
 @pytest.mark.parametrize("path", sorted(ALL))
 async def test_what_has_no_effect_is_said(start, path):
     front = await start(ok)
-    for key, value in (("num_ctx", 4096), ("keep_alive", "5m"), ("vllm_xargs", {"a": 1}), ("store", True)):
+    without = {"num_ctx": 4096, "keep_alive": "5m", "vllm_xargs": {"a": 1}, "store": True}
+    for key, value in {**without, "kv_transfer_params": {"do_remote_decode": True}}.items():
         response = await front.post(path, {**ALL[path], key: value})
         assert response.status_code == 200
         assert response.headers["x-inflight-warning"].startswith(f"{key} has no effect: ")
@@ -56,7 +57,7 @@ async def test_what_has_no_effect_is_said(start, path):
         response = await front.post(path, {**ALL[path], key: value})
         assert response.status_code == 200 and "x-inflight-warning" not in response.headers
     shown = (await front.http.get("/metrics")).text
-    assert f'inflight_gateway_warnings_total{{endpoint="{path}",reason="ignored"}} 4.0' in shown
+    assert f'inflight_gateway_warnings_total{{endpoint="{path}",reason="ignored"}} 5.0' in shown
 
 
 ON, OFF = ({"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), on)} for on in (True, False))

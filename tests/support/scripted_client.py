@@ -204,6 +204,7 @@ class ScriptedClient:
     async def model_info(self, model: str, timeout: float = 60.0) -> dict[str, Any]:
         if self.is_silent:
             raise DeadlineExceededError(f"no answer within {timeout} s")
+        await self.metadata(model)
         return self.info
 
     async def tokenize(self, prompt: str | None = None, *, model: str, **options: Any) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class AdapterLoader:
 
     @property
     def waited(self) -> float:
-        """Seconds that the load whose thread asks has waited for its pace: nobody pays for them."""
+        """Seconds that the load whose thread asks has waited for its pace: no tenant pays for them."""
         return self._waited
 
     def submit(self, load: Callable[[], None]) -> None:

@@ -337,7 +337,7 @@ def test_a_class_has_its_own_queue_limit(policy):
     refused = rig.try_add(2, 2, priority=2)
     assert refused is not None
     assert refused.code == "UNAVAILABLE"
-    assert "priority class 2 is full: 1 sequences" in refused.message
+    assert refused.message.startswith("the queue of priority class 2 is full: 1 sequences")  # the gateway reads it
     assert "max_queue_size=1" in refused.message
     rig.add(2, 2, priority=0)
     rig.add(2, 2, priority=0)
