@@ -6,13 +6,15 @@ import argparse
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -203,19 +205,27 @@ def rate_of(run: Run) -> str:
 
 
 def alternate(
-    sides: Iterable[str], rounds: int, run: Callable[[str, int], Run], show: Callable[[Run], str] = rate_of
+    sides: Iterable[str],
+    rounds: int,
+    run: Callable[[str, int], Run],
+    show: Callable[[Run], str] = rate_of,
+    attempts: Attempts | None = None,
 ) -> dict[str, list[Run]]:
     """Run each side once a round, so that drift of the machine affects all alike.
 
     Args:
         run: a side and the number of the round -> its figures.
         show: the figures as they are printed after each run.
+        attempts: a side that fails is left out from then on; None: it ends the benchmark.
     """
     runs: dict[str, list[Run]] = {side: [] for side in sides}
     for number in range(rounds):
         for side in runs:
-            runs[side].append(run(side, number))
-            print(f"round {number + 1}/{rounds}  {side:<20} {show(runs[side][-1])}", flush=True)
+            if attempts is not None and side in attempts.failed:
+                continue
+            with nullcontext() if attempts is None else attempts.at(side):
+                runs[side].append(run(side, number))
+                print(f"round {number + 1}/{rounds}  {side:<20} {show(runs[side][-1])}", flush=True)
     return runs
 
 
@@ -278,9 +288,40 @@ def compare(
 
 # Records
 
+_FOLDERS = re.compile(r"(?<![\w/:.~-])(?:/[^\s/'\":,]+)+/")  # of an absolute path
+
+
+class Attempts:
+    """Parts of a benchmark: one that fails is printed and recorded, and the others go on.
+
+    Attributes:
+        failed: part -> what went wrong.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[str, str] = {}
+
+    @contextmanager
+    def at(self, part: str) -> Iterator[None]:
+        try:
+            yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a test's rig may raise SystemExit and pytest's own
+            traceback.print_exc()
+            self.failed[part] = f"{type(error).__name__}: {error}"
+
+    def end(self) -> None:
+        """Exit with an error if a part has failed."""
+        if self.failed:
+            raise SystemExit(f"failed: {', '.join(self.failed)}")
+
 
 def record(args: argparse.Namespace, runs: Any, **summary: Any) -> None:
-    """Write the runs and what is needed to repeat them to `args.output`; None writes nothing."""
+    """Write the runs and what is needed to repeat them to `args.output`; None writes nothing.
+
+    Of absolute paths only the last part is written.
+    """
     path = args.output
     if path is None:
         return
@@ -295,7 +336,16 @@ def record(args: argparse.Namespace, runs: Any, **summary: Any) -> None:
         "runs": runs,
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(json.dumps(without_folders(content), indent=1) + "\n")
+
+
+def without_folders(value: Any) -> Any:
+    """The same, with FOLDER in place of the folders of each absolute path; paths of the repository become relative."""
+    if isinstance(value, dict):
+        return {key: without_folders(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_folders(item) for item in value]
+    return _FOLDERS.sub("FOLDER/", value.replace(f"{ROOT}/", "")) if isinstance(value, str) else value
 
 
 def versions(*names: str) -> dict[str, str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
@@ -172,30 +173,41 @@ def main() -> None:
         rounds=5,
         threads=1,
         pool="256MiB",
-        port=7099,
+        port=dict(type=int, default=0, help="of the first engine; 0: a free one"),
     )
     args = {name: value for name, value in vars(parsed).items() if name != "output"}
-    args["listen"] = f"127.0.0.1:{parsed.port}"
+    args["listen"] = f"127.0.0.1:{parsed.port or free_port()}"
     common.checkpoint(parsed.model, parsed.dtype)
-    first = FirstEngine(args)
+    found: dict[str, list[common.Run]] = {side: [] for side in SIDES}
+    beside: dict[str, float] = {}
+    attempts, first = common.Attempts(), FirstEngine(args)
     try:
         tiers = [{"type": "peer", "url": f"tcp://{args['listen']}"}]
         core = warmed(common.engine(options_of(args, kv_tiers=tiers, kv_cache_memory=args["pool"])))
         for number in range(WARM_UP):  # the first write of a page of the pool takes as long as all the rest
             handover(core, first, SIDES[1], number, args)
-        found: dict[str, list[common.Run]] = {side: [] for side in SIDES}
-        for number in range(parsed.rounds):
-            for place, side in enumerate(SIDES):
-                found[side].append(handover(core, first, side, 100 + 10 * number + place, args))
-                print(side, {name: round(value, 4) for name, value in found[side][-1].items()}, flush=True)
-        beside = reads_beside_streams(core, first, args)
-        print(beside)
+        with attempts.at("handover"):
+            for number in range(parsed.rounds):
+                for place, side in enumerate(SIDES):
+                    found[side].append(handover(core, first, side, 100 + 10 * number + place, args))
+                    print(side, {name: round(value, 4) for name, value in found[side][-1].items()}, flush=True)
+        with attempts.at("beside streams"):
+            beside = reads_beside_streams(core, first, args)
+            print(beside)
     finally:
         first.close()
-    medians = common.medians(found, "seconds", "cpu_seconds", "first_cpu_seconds", "hits")
+    whole = {side: runs for side, runs in found.items() if runs}
+    medians = common.medians(whole, "seconds", "cpu_seconds", "first_cpu_seconds", "hits")
     for side, figures in medians.items():
         print(side, figures)
-    common.record(parsed, found, medians=medians, beside_streams=beside)
+    common.record(parsed, found, medians=medians, beside_streams=beside, failed=attempts.failed)
+    attempts.end()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 if __name__ == "__main__":

@@ -26,45 +26,60 @@ import common
 sys.path.append(str(common.ROOT / "tests" / "support"))
 SIDES = ("without", "healthy", "stopped", "killed")
 SEEDS = 12
+PERCENTS = (50, 90, 99)
+MOST_SECONDS = 90.0  # of a side
 
 
 def main() -> None:
     import redis_rig
-    import tier_load
     from model_entries import CHECKPOINT, killed_at_the_end, write_entry
 
     from inflight_tools.launcher import TritonServer
 
     args = common.options(__doc__, rounds=3, answers=40)
-    found: dict[str, list[common.Run]] = {side: [] for side in SIDES}
+    rounds: list[dict[str, common.Run]] = []
+    attempts = common.Attempts()
     expected = answers(str(CHECKPOINT))
-    streams = [range(0, SEEDS, 2), range(1, SEEDS, 2)]
     for number in range(args.rounds):
-        with tempfile.TemporaryDirectory(prefix="inflight-kv-faults-") as folder:
+        rounds.append({})
+        with attempts.at(f"round {number + 1}"), tempfile.TemporaryDirectory(prefix="inflight-kv-faults-") as folder:
             redis = redis_rig.RedisServer(Path(folder))
             tiers = {"shared": [{"type": "redis", "url": redis.url}], "plain": []}
             for name, listed in tiers.items():
                 write_entry(Path(folder) / "models", name, kv_tiers=listed, kv_cache_memory="8MiB")
             with redis, killed_at_the_end(TritonServer(Path(folder) / "models")) as server:
                 for side in SIDES:
-                    model = "plain" if side == "without" else "shared"
-                    with tier_load.TierLoad(server.grpc_address, model, expected, streams) as load:
-                        if side == "healthy":
-                            load.wait(2 * SEEDS)  # all are stored
-                        {"stopped": redis.stop, "killed": redis.kill}.get(side, int)()
-                        seconds = load.wait(args.answers, 20)
-                    found[side].append({f"p{p}": common.percentile(seconds, p) for p in (50, 99)})
-                    print(f"round {number + 1} {side:<10} {len(seconds)} canaries {found[side][-1]}", flush=True)
-    summary = {
-        side: {
-            name: statistics.median(run[name] / base[name] for run, base in zip(runs, found["without"]))
-            for name in runs[0]
-        }
-        for side, runs in found.items()
-    }
-    for side, ratios in summary.items():
+                    with attempts.at(f"round {number + 1}, {side}"):
+                        rounds[-1][side] = one_side(side, server.grpc_address, redis, expected, args.answers)
+                        print(f"round {number + 1} {side:<10} {rounds[-1][side]}", flush=True)
+        common.record(args, rounds, summary=summary_of(rounds), failed=attempts.failed)
+    for side, ratios in summary_of(rounds).items():
         print(f"{side:<10} first token of the canary beside that without tiers: {ratios}")
-    common.record(args, found, summary=summary)
+    attempts.end()
+
+
+def one_side(side: str, address: str, redis: Any, expected: dict[int | None, list[int]], answers: int) -> common.Run:
+    """Seconds to the first token of canaries, in percentiles, and how many there were."""
+    import tier_load
+
+    streams = [range(0, SEEDS, 2), range(1, SEEDS, 2)]
+    with tier_load.TierLoad(address, "plain" if side == "without" else "shared", expected, streams) as load:
+        if side == "healthy":
+            load.wait(2 * SEEDS, timeout=MOST_SECONDS)  # all are stored
+        {"stopped": redis.stop, "killed": redis.kill}.get(side, int)()
+        seconds = load.wait(answers, 20, MOST_SECONDS)
+    return {**{f"p{percent}": common.percentile(seconds, percent) for percent in PERCENTS}, "canaries": len(seconds)}
+
+
+def summary_of(rounds: list[dict[str, common.Run]]) -> dict[str, dict[str, float]]:
+    """By side, the medians of its ratios to `without` in the same round."""
+    found = {}
+    for side in SIDES:
+        pairs = [(runs[side], runs["without"]) for runs in rounds if side in runs and "without" in runs]
+        if pairs:
+            names = [f"p{percent}" for percent in PERCENTS]
+            found[side] = {name: statistics.median(run[name] / base[name] for run, base in pairs) for name in names}
+    return found
 
 
 def answers(checkpoint: str) -> dict[int | None, list[int]]:

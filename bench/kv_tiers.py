@@ -328,6 +328,11 @@ def run_side(side: str, arguments: dict[str, Any]) -> common.Run:
     return kv_tiers_peers.run(side, question(arguments), in_folder_of_peer(arguments), drop_pages)
 
 
+def stored_by_peer(arguments: dict[str, Any]) -> dict[str, Any]:
+    found = kv_tiers_peers.store(tokens(arguments["prompt"]), in_folder_of_peer(arguments))
+    return {**found, "version": kv_tiers_peers.version(arguments)}
+
+
 def in_folder_of_peer(arguments: dict[str, Any]) -> dict[str, Any]:
     folder = Path(arguments["folder"]) / "llama.cpp"
     folder.mkdir(exist_ok=True)
@@ -355,22 +360,29 @@ def main() -> None:
     common.checkpoint(args.model, args.dtype)
     folder = tempfile.mkdtemp(prefix="inflight-kv-")
     arguments = {**{name: value for name, value in vars(args).items() if name != "output"}, "folder": folder}
+    found, summary, attempts = {}, {}, common.Attempts()
     try:
         stored = common.in_fresh_process(__file__, "store", arguments)
         print(f"stored {stored['bytes'] / 2**20:.0f} MiB")
-        found, summary = {}, {}
-        if peers := kv_tiers_peers.names(arguments):
-            summary["llama.cpp"] = kv_tiers_peers.store(tokens(args.prompt), in_folder_of_peer(arguments))
-            summary["llama.cpp"]["version"] = kv_tiers_peers.version(arguments)
-            print(f"llama.cpp: {summary['llama.cpp']}")
+        peers = kv_tiers_peers.names(arguments) if "returns" in args.parts else ()
+        if peers:
+            with attempts.at("llama.cpp"):
+                summary["llama.cpp"] = stored_by_peer(arguments)
+                print(f"llama.cpp: {summary['llama.cpp']}")
+            peers = () if attempts.failed else peers
         for part in args.parts:
             sides = PARTS[part] + (peers if part == "returns" else ())
-            found[part] = common.alternate(sides, args.rounds, lambda side, _: run_side(side, arguments), figures)
-            summary[part] = summary_of(part, found[part])
-            print(f"{part}: {summary[part]}", flush=True)
+            found[part] = common.alternate(
+                sides, args.rounds, lambda side, _: run_side(side, arguments), figures, attempts
+            )
+            with attempts.at(part):
+                whole = {side: runs for side, runs in found[part].items() if side not in attempts.failed}
+                summary[part] = summary_of(part, whole)
+                print(f"{part}: {summary[part]}", flush=True)
+            common.record(args, found, stored_bytes=stored["bytes"], summary=summary, failed=attempts.failed)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    common.record(args, found, stored_bytes=stored["bytes"], summary=summary)
+    attempts.end()
 
 
 if __name__ == "__main__":

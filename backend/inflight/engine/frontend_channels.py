@@ -190,6 +190,12 @@ class Frontends:
             frontend.send(StepMessage(deltas, message.stats, tokens, failed, leads))
             leads = False
 
+    def send_idle(self, stats: StepStats) -> None:
+        """Tell the leading frontend what KV tiers have done since the last step: their writes end after it."""
+        told = None if self._last_stats is None else self._last_stats.kv_tiers
+        if self._connected and stats.kv_tiers != told:
+            self.send_step(StepMessage([], stats))
+
 
 _Part = tuple[list[SequenceDelta], TokenColumns, list[RequestFailed]]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
+from queue import Empty, SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,10 @@ from kv_memory import MemoryStore
 from tier_conversations import OPTIONS, PROMPT, answer, num_computed, rig_of, serve
 from tiers_rig import ByteRunner, FaultyStore, TieredRig
 
+from inflight import worker
+from inflight.engine.frontend_channels import Frontend, Frontends
+from inflight.engine.heartbeat import Heartbeat
+from inflight.engine.messages import EngineReady, Shutdown, StepMessage, decode_to_frontend
 from inflight.engine.request import Request, Status
 from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
@@ -282,3 +288,34 @@ def test_a_medium_that_cannot_be_written_is_read():
     assert tier.is_open and not tier.wants(b"key")
     rig.now += 31
     assert tier.wants(b"key")
+
+
+def test_writes_that_end_after_the_last_step_are_counted_while_the_engine_is_idle():
+    rig = rig_of(MemoryStore())
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    counted, idle = list[int](), 0
+
+    def sent(frame: bytes) -> None:
+        message: Any = decode_to_frontend(frame)
+        if isinstance(message, StepMessage):
+            counted.append(message.stats.kv_tiers.tiers[0].stored_total)
+
+    class Inbox(SimpleQueue):
+        def get(self, *args: Any, **options: Any) -> Any:
+            nonlocal idle
+            idle += 1
+            if idle > 3:
+                return frontend, Shutdown()
+            if idle == 2:
+                rig.hand.run(99)
+            raise Empty
+
+    frontends = Frontends(rig.core.live_ids, EngineReady(256, 199, [0], 256, 4, "float32", "cpu", "fake", 0.1))
+    frontend = Frontend(0, SimpleNamespace(send_bytes=sent))
+    frontends.join(frontend)
+    while rig.core.has_work:
+        rig.step()
+    frontends.send_step(StepMessage([], rig.core.stats(SchedulerOutput(), 0.0)))
+    worker.serve(worker.Engine(rig.core, None), frontends, Inbox(), Heartbeat(Heartbeat.create(8), 8))
+    assert counted == [0, rig.tiers.tiers[0].num_stored]  # what has not changed is not sent
+    assert counted[-1]
