@@ -28,7 +28,7 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
-from inflight.runner.adapter_loader import AdapterLoader, LoaderPace
+from inflight.runner.adapter_loader import LoaderPace, LoaderThread
 
 __all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
@@ -112,7 +112,7 @@ class AdapterTable:
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
         self._leaving: Leaving = lambda adapter_ids, request: adapter_ids
-        self._pace, self._loader = pace, AdapterLoader(pace)
+        self._pace, self._loader = pace, LoaderThread(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
         """The entry of a loaded adapter."""
@@ -246,7 +246,7 @@ class AdapterTable:
         self._loader.submit(partial(self._load, entry))
 
     def _load(self, entry: Entry) -> None:
-        ref, start = entry.ref, time.monotonic()
+        ref, start = entry.ref, self._clock()
         try:
             content = read_adapter(ref, self._max_rank, self._loader.pause)
             packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers), self._loader.pause)
@@ -257,8 +257,10 @@ class AdapterTable:
             reason = f"adapter {ref.name!r}: internal error while it was loaded: {type(error).__name__}: {error}"
             entry.loaded.set_exception(AdapterError(reason))
         else:
-            seconds, modules = time.monotonic() - start - self._loader.waited, len(content.pairs)
-            _log.info("adapter %r: rank %d, %s, in %.2f s", ref.name, ref.rank, format_bytes(packed.nbytes), seconds)
+            waited, modules, size = self._loader.waited, len(content.pairs), format_bytes(packed.nbytes)
+            seconds = self._clock() - start - waited
+            text = "adapter %r: rank %d, %s, in %.2f s of work and %.2f s of waits for running requests"
+            _log.info(text, ref.name, ref.rank, size, seconds, waited)
             entry.packed = packed
             entry.loaded.set_result({"bytes": packed.nbytes, "modules": modules, "seconds": seconds, **_facts(ref)})
 
