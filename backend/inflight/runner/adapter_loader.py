@@ -1,6 +1,7 @@
 """The thread that loads adapters, and the pace at which it works beside steps on the same cores.
 
-A load works in slices, most of them of less than a millisecond, and asks before each next one:
+A load works in slices, and asks before each next one.  Most have less than a millisecond; the longest packs one
+projection (two cores of an Intel Xeon, gate and up of an 8B: 1.2 ms at rank 16, 3.9 ms at rank 64):
 
     steps     | decode ......... | decode ......... | decode ......... |
     loader    s s s s            s s s              s s s s

@@ -447,9 +447,7 @@ def test_others_run_and_an_abort_ends_between_two_slices_of_a_load(
     assert not native or ("'last': " in failed[4] and "contains NaN, infinity" in failed[4] and "\n" not in failed[4])
 
 
-def test_each_step_sets_the_pace_of_loads(
-    llama: str, eight: list[AdapterRef], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_step_sets_the_pace_of_loads(llama: str, eight: list[AdapterRef], monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fails, too."""
     steps: list[tuple[float, int]] = []
     monkeypatch.setattr(LoaderPace, "step_done", lambda pace, seconds, running: steps.append((seconds, running)))
@@ -460,7 +458,7 @@ def test_each_step_sets_the_pace_of_loads(
     assert steps == [(message.stats.step_seconds, 2)]
 
     def failing(*args: Any) -> Any:
-        raise RuntimeError("broken")
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
     monkeypatch.setattr(core.runner.forward, "run", failing)  # type: ignore[attr-defined]
     message = core.step()
