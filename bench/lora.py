@@ -11,8 +11,8 @@ times of whole steps with `--rows` rows (base / side), of their CPU time, and of
 Then eight streams decode while `--loads` adapters are loaded one after another, in four groups, with as many steps
 without loads after each group: the ratio of the 99th percentiles of their gaps (with / without), which are the times
 from step to step here.  Of fewer than 500 gaps the longest are compared instead, and the output says so.  How long a
-load takes beside the streams and on an idle engine is told, too, waits for running requests included; and how many seconds
-of it are work.  `--only-gaps` leaves out the rest.
+load takes beside the streams and on an idle engine is told, too, with its waits for running requests; and how much of
+it is work.  `--only-gaps` leaves out the rest.
 """
 
 from __future__ import annotations
@@ -157,10 +157,12 @@ def gaps_beside_loads(core: Any, ids: Any, adapter: Any, loaded: list[Any], othe
     figures = {"alone": high[0], "beside": high[1], "ratio": high[1] / high[0]}
     p50 = common.percentile(beside, 50) / common.percentile(alone, 50)
     loads = {"load": statistics.median(load_seconds), "load_work": statistics.median(work_seconds)}
-    load_seconds.clear()
+    idle = []
     for one in others:
-        load(one).result()
-    loads["load_idle"] = statistics.median(load_seconds)
+        began = time.perf_counter()
+        core.info.adapters.load(one).result()
+        idle.append(time.perf_counter() - began)
+    loads["load_idle"] = statistics.median(idle)
     return {"steps": len(beside), "figure": figure, **figures, "p50": p50, **loads}
 
 
