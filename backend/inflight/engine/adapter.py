@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-__all__ = ["AdapterRef", "Adapters", "Outcome"]
+__all__ = ["AdapterRef", "Adapters", "Leaving", "Outcome"]
 
 
 class AdapterRef(msgspec.Struct, array_like=True, frozen=True):
@@ -34,22 +34,26 @@ class Outcome(NamedTuple):
     failure: str = ""
 
 
+Leaving = Callable[[Sequence[str], Any], Sequence[str]]
+
+
 class Adapters(Protocol):
     """The adapters in a runner's memory, as admission sees them; every call returns at once, in the engine's thread."""
 
-    def reset(self, goes_before: Callable[[Any, Any], bool], leaving: Callable[[Sequence[str]], Sequence[str]]) -> None:
+    def reset(self, goes_before: Callable[[Any, Any], bool], leaving: Leaving) -> None:
         """A new engine core: it has no requests.
 
         Args:
             goes_before: whether a request is admitted before another one.
-            leaving: of ids in the order of their last use, the order in which they leave if room is needed.
+            leaving: of ids in the order of their last use, those that may leave to make room for a request's adapter,
+                in the order in which they leave; for None all.
         """
 
     def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]] | None:
         """Its load, which can be done; None: it is neither in memory nor on its way there."""
 
-    def start(self, ref: AdapterRef) -> None:
-        """A request with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
+    def start(self, ref: AdapterRef, request: Any) -> None:
+        """`request` with it has arrived: load it, if there is room; again, if that failed some seconds ago."""
 
     def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         """Whether `request`, which is next or was held, may start with it.  The first to ask or to go comes first.

@@ -96,8 +96,8 @@ class GetStats(msgspec.Struct, array_like=True, tag=2, frozen=True):
 class LoadAdapter(msgspec.Struct, array_like=True, tag=3, frozen=True):
     """Question: load this adapter, if it is not loaded, and say what it is; the answer comes when that has ended.
 
-    The answer: {"name", "id", "rank", "bytes": in memory, "modules": how many have it, "seconds": of work, without waits,
-    0.0 if it was loaded before}.  INVALID_ARG: it cannot be served, and why.
+    The answer: {"name", "id", "rank", "bytes": in memory, "modules": how many have it, "seconds": of the load's work,
+    without waits; if it was loaded before, those of that load}.  INVALID_ARG: it cannot be served, and why.
     """
 
     ref: AdapterRef

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ __all__ = ["Matrices", "adapter_matrices"]
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _SHOWN = 4
+_PIECE = 1 << 14  # elements: torch computes fewer than 32,768 in the calling thread, and more of them on all cores
 
 
 @dataclass(frozen=True)
@@ -35,18 +36,30 @@ class Matrices:
     scale: float
     data: mmap.mmap | bytearray
 
-    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tensors(self, dtype: torch.dtype, pause: Callable[[], None]) -> tuple[Tensor, Tensor]:
         """a and b in `dtype`; the scale is part of b, in which it is multiplied in float32.
+
+        Args:
+            pause: called after each piece of work.
 
         Raises:
             AdapterError: NaN or infinity.
         """
         a, b = self.stored()
-        a, b = a.to(dtype, copy=True), (b.float() * self.scale).to(dtype)
-        for key, tensor in ((self.pair.a.key, a), (self.pair.b.key, b)):
-            if not math.isfinite(tensor.abs().amax().item()):  # NaN is larger than any number
+        return self._converted(self.pair.a.key, a, 1.0, dtype, pause), self._converted(
+            self.pair.b.key, b, self.scale, dtype, pause
+        )
+
+    def _converted(
+        self, key: str, stored: Tensor, scale: float, dtype: torch.dtype, pause: Callable[[], None]
+    ) -> Tensor:
+        made = torch.empty(stored.shape, dtype=dtype)
+        for source, target in zip(stored.reshape(-1).split(_PIECE), made.view(-1).split(_PIECE)):
+            target.copy_(source if scale == 1.0 else source.float() * scale)
+            if not math.isfinite(target.abs().amax().item()):  # NaN is larger than any number
                 raise self.not_finite(key, dtype)
-        return a, b
+            pause()
+        return made
 
     def stored(self) -> tuple[Tensor, Tensor]:
         """a and b in the file's dtypes, without the scale: views of `data`."""

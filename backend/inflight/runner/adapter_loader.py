@@ -1,6 +1,7 @@
 """The thread that loads adapters, and the pace at which it works beside steps on the same cores.
 
-A load works in slices of about a millisecond, and asks before each next one:
+A load works in slices, and asks before each next one.  Most have less than a millisecond; the longest packs one
+projection (two cores of an Intel Xeon, gate and up of an 8B: 1.2 ms at rank 16, 3.9 ms at rank 64):
 
     steps     | decode ......... | decode ......... | decode ......... |
     loader    s s s s            s s s              s s s s
@@ -18,11 +19,12 @@ from collections.abc import Callable
 
 from inflight.runner.tier_threads import TierThreads
 
-__all__ = ["AdapterLoader", "LoaderPace"]
+__all__ = ["LoaderPace", "LoaderThread"]
 
 _SHARE = 0.1
 _MOST_EARNED = 1e-2  # CPU seconds of a step: the next one may be short
-# Seconds that a load waits, in all: its request waits for 60, and others' loads may be ahead of it.
+# Seconds after which a load waits no more.  They count from its submission: its request waits for 60 in all, and other
+# loads may be ahead of it.
 _MOST_WAITED = 15.0
 # Without a step for so long, and for so many times the last one's time, none runs: all requests were aborted.
 _STALE_SECONDS, _STALE_STEPS = 1.0, 4
@@ -65,9 +67,13 @@ class LoaderPace:
     def spend(self, cpu_seconds: float, most: float) -> float:
         """In the loader's thread: it has used so much; wait until it may go on, for `most` seconds at most.
 
+        Without any left it works freely, and leaves no debt to the next load.
+
         Returns:
             How many it waited.
         """
+        if most <= 0:
+            return 0.0
         began = self._clock()
         with self._changed:
             self._left -= cpu_seconds
@@ -80,7 +86,7 @@ class LoaderPace:
         return self._clock() - began
 
 
-class AdapterLoader:
+class LoaderThread:
     """Runs loads one after the other, in the order in which they were submitted.
 
     Not at idle priority, though that needs no pace: beside steps on all cores such a load takes seconds, or does not
@@ -89,12 +95,18 @@ class AdapterLoader:
     Args:
         pace: None: it never waits.
         thread_clock: CPU seconds that the calling thread has had.
+        clock: seconds.
     """
 
-    def __init__(self, pace: LoaderPace | None, thread_clock: Callable[[], float] = time.thread_time) -> None:
-        self._pace, self._thread_clock = pace, thread_clock
+    def __init__(
+        self,
+        pace: LoaderPace | None,
+        thread_clock: Callable[[], float] = time.thread_time,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._pace, self._thread_clock, self._clock = pace, thread_clock, clock
         self._threads = TierThreads(1, "adapters", 0)  # a daemon, which starts with the first load
-        self._used = self._waited = 0.0
+        self._used = self._waited = self._submitted = 0.0
 
     @property
     def waited(self) -> float:
@@ -102,16 +114,17 @@ class AdapterLoader:
         return self._waited
 
     def submit(self, load: Callable[[], None]) -> None:
-        """Load; it raises nothing."""
-        self._threads.submit(self._run, load)
+        """Do `load` once the earlier ones are done."""
+        self._threads.submit(self._run, load, self._clock())
 
     def pause(self) -> None:
         """Called by a load, in its thread, after each slice of its work."""
         if self._pace is None:
             return
-        self._waited += self._pace.spend(self._thread_clock() - self._used, _MOST_WAITED - self._waited)
+        most = self._submitted + _MOST_WAITED - self._clock()
+        self._waited += self._pace.spend(self._thread_clock() - self._used, most)
         self._used = self._thread_clock()
 
-    def _run(self, load: Callable[[], None]) -> None:
-        self._used, self._waited = self._thread_clock(), 0.0
+    def _run(self, load: Callable[[], None], submitted: float) -> None:
+        self._used, self._waited, self._submitted = self._thread_clock(), 0.0, submitted
         load()

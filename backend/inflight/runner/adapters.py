@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
 from inflight.config import ConfigError, EngineConfig
 from inflight.device.memory import format_bytes
-from inflight.engine.adapter import AdapterRef, Outcome
+from inflight.engine.adapter import AdapterRef, Leaving, Outcome
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput
 from inflight.loading.adapter_weights import adapter_matrices
@@ -28,7 +28,7 @@ from inflight.loading.check.cases import Case
 from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.forward.adapted_model import AdaptedModel, adapted_model
 from inflight.loading.loaded_model import LoadedModel
-from inflight.runner.adapter_loader import AdapterLoader, LoaderPace
+from inflight.runner.adapter_loader import LoaderPace, LoaderThread
 
 __all__ = ["AdapterRows", "AdapterTable", "attach_adapters"]
 
@@ -111,8 +111,8 @@ class AdapterTable:
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
-        self._leaving: Callable[[Sequence[str]], Sequence[str]] = list
-        self._pace, self._loader = pace, AdapterLoader(pace)
+        self._leaving: Leaving = lambda adapter_ids, request: adapter_ids
+        self._pace, self._loader = pace, LoaderThread(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
         """The entry of a loaded adapter."""
@@ -122,7 +122,7 @@ class AdapterTable:
     def reset(
         self,
         goes_before: Callable[[Any, Any], bool],
-        leaving: Callable[[Sequence[str]], Sequence[str]] = list,
+        leaving: Leaving = lambda adapter_ids, request: adapter_ids,
     ) -> None:
         self._goes_before, self._leaving = goes_before, leaving
         for entry in self._entries.values():
@@ -134,7 +134,7 @@ class AdapterTable:
         entry = self._entries.get(ref.id)
         return None if entry is None else entry.loaded
 
-    def start(self, ref: AdapterRef) -> None:
+    def start(self, ref: AdapterRef, request: Any = None) -> None:
         if self._clock() - self._failures.get(ref.id, ("", 0.0))[1] >= _RETRY:
             self._failures.pop(ref.id, None)
         if ref.id in self._failures:
@@ -143,7 +143,7 @@ class AdapterTable:
         now = self._clock()
         if ref.id in self._entries:
             self._touch(self._entries[ref.id], now)
-        elif self._evict(now):
+        elif self._evict(now, request):
             self._touch(self._begin(ref), now)
 
     def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
@@ -153,7 +153,7 @@ class AdapterTable:
         now = self._clock()
         entry = self._entries.get(ref.id)
         if entry is None:
-            if not self._make_room(ref.id, now):
+            if not self._make_room(ref.id, now, request):
                 return Outcome(False)
             entry = self._begin(ref)
         self._touch(entry, now)
@@ -194,7 +194,7 @@ class AdapterTable:
             entry = None
         if entry is None:
             self._failures.pop(ref.id, None)
-            if self._evict(self._clock()):
+            if self._evict(self._clock(), None):
                 entry = self._begin(ref)
             else:  # it is checked, and loaded again for the first request that finds room
                 entry = Entry(ref)
@@ -246,7 +246,7 @@ class AdapterTable:
         self._loader.submit(partial(self._load, entry))
 
     def _load(self, entry: Entry) -> None:
-        ref, start = entry.ref, time.monotonic()
+        ref, start = entry.ref, self._clock()
         try:
             content = read_adapter(ref, self._max_rank, self._loader.pause)
             packed = self._model.pack(adapter_matrices(ref.name, content, self._model.layers), self._loader.pause)
@@ -257,8 +257,10 @@ class AdapterTable:
             reason = f"adapter {ref.name!r}: internal error while it was loaded: {type(error).__name__}: {error}"
             entry.loaded.set_exception(AdapterError(reason))
         else:
-            seconds, modules = time.monotonic() - start - self._loader.waited, len(content.pairs)
-            _log.info("adapter %r: rank %d, %s, in %.2f s", ref.name, ref.rank, format_bytes(packed.nbytes), seconds)
+            waited, modules, size = self._loader.waited, len(content.pairs), format_bytes(packed.nbytes)
+            seconds = self._clock() - start - waited
+            text = "adapter %r: rank %d, %s, in %.2f s of work and %.2f s of waits for running requests"
+            _log.info(text, ref.name, ref.rank, size, seconds, waited)
             entry.packed = packed
             entry.loaded.set_result({"bytes": packed.nbytes, "modules": modules, "seconds": seconds, **_facts(ref)})
 
@@ -268,9 +270,9 @@ class AdapterTable:
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
-    def _make_room(self, adapter_id: str, now: float) -> bool:
+    def _make_room(self, adapter_id: str, now: float, request: Any) -> bool:
         """Whether one more adapter may be loaded; else a request waits for room for it."""
-        if self._evict(now, impatient=now - self._first_asked(adapter_id, now) >= _PATIENCE):
+        if self._evict(now, request, impatient=now - self._first_asked(adapter_id, now) >= _PATIENCE):
             return True
         self._wait(adapter_id, now)
         return False
@@ -284,8 +286,10 @@ class AdapterTable:
         first, last = self._waiting.get(adapter_id, (now, now))
         return first if now - last < _NOT_NEXT else now
 
-    def _evict(self, now: float, impatient: bool = False) -> bool:
+    def _evict(self, now: float, request: Any, impatient: bool = False) -> bool:
         """Drop an adapter, if all places are taken: the one that was used least recently, unless `_leaving` differs.
+
+        Of those asked for within a minute it takes the ones that `request` may take, or any of them if it is impatient.
 
         Returns:
             Whether there is a place.
@@ -297,11 +301,13 @@ class AdapterTable:
             for key, entry in self._entries.items()
             if entry.num_held == 0 and entry.loaded.done() and (impatient or now - entry.asked >= _RECENT)
         }
-        if not idle:
+        order = [key for key in self._leaving(list(self._entries), None) if key in idle]
+        unused = [key for key in order if now - self._entries[key].asked >= _COUNTED]
+        if not unused and not impatient:
+            order = [key for key in self._leaving(list(self._entries), request) if key in idle]
+        if not order:
             return False
-        order = [key for key in self._leaving(list(self._entries)) if key in idle]
-        unused = (key for key in order if now - self._entries[key].asked >= _COUNTED)
-        del self._entries[next(unused, order[0])]
+        del self._entries[unused[0] if unused else order[0]]
         return True
 
     def _draining(self, now: float) -> list[Entry]:

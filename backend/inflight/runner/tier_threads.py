@@ -1,7 +1,8 @@
-"""Threads that use a tier's store.  No torch."""
+"""Threads that use a tier's store, or load adapters.  No torch."""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -10,12 +11,16 @@ from typing import Any
 
 __all__ = ["TierThreads"]
 
+_log = logging.getLogger(__name__)
+
 
 class TierThreads:
     """Implements `Workers`.  They start with the first task, and are daemons: a store that hangs holds up no exit.
 
     Not at idle priority: on a busy machine, such a thread is stopped for up to a second while it has the interpreter's
     lock, and the engine's thread with it.
+
+    Tasks raise nothing.  If one does, it is logged, its future has the error, and its thread goes on.
     """
 
     def __init__(self, count: int, name: str, most_tasks: int) -> None:
@@ -62,7 +67,12 @@ class TierThreads:
         if task is None:
             return False
         future, work, args = task
-        if future.set_running_or_notify_cancel():
-            future.set_result(work(*args))
-        self._tasks.task_done()
+        try:
+            if future.set_running_or_notify_cancel():
+                future.set_result(work(*args))
+        except BaseException as error:
+            _log.error("a task of the thread %r failed", self._name, exc_info=error)
+            future.set_exception(error)
+        finally:
+            self._tasks.task_done()
         return True

@@ -90,7 +90,7 @@ def prompts() -> list[list[int]]:
 def lora_core(path: str, refs: list[AdapterRef], **options: Any) -> EngineCore:
     """The adapters are in host memory, so that requests start in the order of their arrival."""
     core = card_core(path, enable_lora=True, **options)
-    assert core.info.adapters is not None
+    assert core.info.adapters is not None and core.info.adapters._pace is None, "steps compute on no cores"
     for ref in refs:
         core.info.adapters.load(ref).result(60)
     return without_waits(core)

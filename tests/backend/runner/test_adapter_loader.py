@@ -6,10 +6,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from inflight.runner.adapter_loader import AdapterLoader, LoaderPace
+from inflight.engine.adapter import AdapterRef
+from inflight.runner import adapters
+from inflight.runner.adapter_loader import LoaderPace, LoaderThread
 
 SLICE = 0.004  # CPU seconds
 STEP = 0.1
@@ -29,12 +33,14 @@ class Rig:
         self.done = 0
         self.waits, self.ended = threading.Event(), threading.Event()
         self.pace = LoaderPace(lambda: self.is_taken, lambda: self.now, lambda: self.cpu)
-        self.loader = AdapterLoader(self.pace, thread_clock=lambda: self.done * SLICE)
+        self.loader = LoaderThread(self.pace, lambda: self.done * SLICE, lambda: self.now)
         wait = self.pace._changed.wait
 
         def waits(timeout: float) -> bool:
+            """It ends when it is notified: time passes on the clocks that are set, and on no other one."""
+            assert timeout > 0
             self.waits.set()
-            return wait(timeout)
+            return wait()
 
         monkeypatch.setattr(self.pace._changed, "wait", waits)
 
@@ -105,14 +111,24 @@ def test_beside_loads_of_kv_it_gets_nothing(rig: Rig) -> None:
     assert rig.waits.wait(60) and rig.done == 3
 
 
-def test_a_load_waits_for_a_quarter_of_a_minute_in_all(rig: Rig) -> None:
+def test_loads_wait_for_a_quarter_of_a_minute_in_all_from_their_submission(rig: Rig) -> None:
+    """Five of them share it, and the one that follows has no debt to pay."""
     rig.is_taken = True
-    rig.load()
+    for _ in range(5):
+        rig.load()
     assert rig.waits.wait(60)
     rig.step(8.0)
     assert rig.waits.wait(60) and rig.done == 3
+    last = threading.Event()
+    rig.loader.submit(last.set)
     rig.step(8.0)
-    assert rig.ended.wait(60) and rig.done == 10
+    assert last.wait(60) and rig.done == 50
+    rig.is_taken = False
+    for _ in range(2):
+        rig.step()
+    rig.waits.clear()
+    rig.load()
+    assert rig.waits.wait(60) and rig.done == 53
 
 
 def test_when_all_requests_were_aborted_no_step_follows_and_the_load_goes_on(rig: Rig) -> None:
@@ -124,23 +140,47 @@ def test_when_all_requests_were_aborted_no_step_follows_and_the_load_goes_on(rig
     assert rig.ended.wait(60)
 
 
-def test_a_load_that_raises_nothing_leaves_the_thread_to_the_next_one(rig: Rig) -> None:
+def test_loads_run_in_their_order_and_one_that_raises_does_not_end_the_thread(
+    rig: Rig, caplog: pytest.LogCaptureFixture
+) -> None:
     order: list[int] = []
     rig.step(num_running=0)
     for number in range(3):
-        rig.load(lambda number=number: order.append(number))  # type: ignore[misc]
+        rig.load(lambda number=number: order.append(1 // number))  # type: ignore[misc]
     last = threading.Event()
     rig.loader.submit(last.set)
-    assert last.wait(60) and order == [0, 1, 2]
+    assert last.wait(60) and order == [1, 0]
+    assert "a task of the thread 'adapters' failed" in caplog.text
+
+
+def test_the_seconds_of_a_load_are_those_of_its_work(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
+    """Tenants pay for them, and not for waits: here 0.4 s of work, and 3 s of a step."""
+
+    def pack(matrices: Any, pause: Callable[[], None]) -> Any:
+        for _ in range(4):
+            rig.now += 0.1
+            rig.done += 1
+            pause()
+        return SimpleNamespace(nbytes=8)
+
+    content = SimpleNamespace(pairs={})
+    monkeypatch.setattr(adapters, "read_adapter", lambda ref, max_rank, pause: content)
+    monkeypatch.setattr(adapters, "adapter_matrices", lambda name, content, layers: {})
+    table = adapters.AdapterTable(SimpleNamespace(pack=pack, layers={}), 2, 16, clock=lambda: rig.now)  # type: ignore[arg-type]
+    table._loader = rig.loader
+    loaded = table.load(AdapterRef("a", "id of a", "/nowhere", 4))
+    assert rig.waits.wait(60)
+    rig.step(3.0, num_running=0)
+    assert loaded.result(60)["seconds"] == pytest.approx(0.4)
 
 
 def test_a_program_ends_while_a_slice_waits() -> None:
     code = (
         "import threading\n"
-        "from inflight.runner.adapter_loader import AdapterLoader, LoaderPace\n"
+        "from inflight.runner.adapter_loader import LoaderPace, LoaderThread\n"
         "pace = LoaderPace(lambda: True, lambda: 0.0)\n"  # a clock that stands still: it waits for ever
         "pace.step_done(0.1, 1)\n"
-        "loader, begun = AdapterLoader(pace), threading.Event()\n"
+        "loader, begun = LoaderThread(pace), threading.Event()\n"
         "loader.submit(lambda: [begun.set(), loader.pause()])\n"
         "begun.wait(60)\n"
     )

@@ -29,7 +29,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.kernels.cpu.library import use_instruction_set
 from inflight.loading.forward.native_decoder import NativeDecoder
 from inflight.runner import adapters as table_module
-from inflight.runner.adapter_loader import AdapterLoader
+from inflight.runner.adapter_loader import LoaderPace, LoaderThread
 from inflight.runner.pipeline import make_runner
 
 GREEDY = dict(temperature=0.0, ignore_eos=True, seed=0)
@@ -419,12 +419,12 @@ def test_others_run_and_an_abort_ends_between_two_slices_of_a_load(
     last = make_adapter(tmp_path / "last", llama, strength=float("inf"), targets=["down_proj"], layers_to_transform=[1])
     goes, begun, count = threading.Semaphore(0), threading.Event(), [0]
 
-    def pause(loader: AdapterLoader) -> None:
+    def pause(loader: LoaderThread) -> None:
         count[0] += 1
         begun.set()
         assert goes.acquire(timeout=60)
 
-    monkeypatch.setattr(AdapterLoader, "pause", pause)
+    monkeypatch.setattr(LoaderThread, "pause", pause)
     path = llama if native else make_checkpoint("gemma2", tmp_path / "gemma2")
     first = eight[0] if native else make_adapter(tmp_path / "first", path)
     core = make_core(path, enable_lora=True)
@@ -445,3 +445,23 @@ def test_others_run_and_an_abort_ends_between_two_slices_of_a_load(
     assert list(rest) == [2] and count[0] > 9
     assert list(failed) == ([4] if native else [])
     assert not native or ("'last': " in failed[4] and "contains NaN, infinity" in failed[4] and "\n" not in failed[4])
+
+
+def test_each_step_sets_the_pace_of_loads(llama: str, eight: list[AdapterRef], monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails, too."""
+    steps: list[tuple[float, int]] = []
+    monkeypatch.setattr(LoaderPace, "step_done", lambda pace, seconds, running: steps.append((seconds, running)))
+    core = make_core(llama, enable_lora=True)
+    for i in range(2):
+        assert core.add_request(short(i, None)) is None
+    message = core.step()
+    assert steps == [(message.stats.step_seconds, 2)]
+
+    def failing(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(core.runner.forward, "run", failing)  # type: ignore[attr-defined]
+    message = core.step()
+    assert len(message.failed) == 2 and len(steps) == 2
+    seconds, running = steps[1]
+    assert seconds > 0 and running == 2

@@ -40,7 +40,7 @@ class AdapterAdmission(EngineListener):
         self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
         self._begun: set[int] = set()  # ids of requests
         self._left: dict[Request, float] = {}  # of one that has waited: seconds until it fails
-        adapters.reset(rank.goes_before, list if self._turns is None else self._turns.leaving)
+        adapters.reset(rank.goes_before, _all if self._turns is None else self._turns.leaving)
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
@@ -48,9 +48,9 @@ class AdapterAdmission(EngineListener):
             self._open.setdefault(ref.id, {})[sequences[0].request_id] = set(sequences)
             was_there = self._adapters.load_of(ref) is not None
             if self._turns is None:
-                self._adapters.start(ref)
+                self._adapters.start(ref, sequences[0])
             elif was_there or self._turns.may_begin(sequences[0]):
-                self._adapters.start(ref)
+                self._adapters.start(ref, sequences[0])
                 self._settle(ref, sequences[0], was_there)
 
     def admits(
@@ -131,6 +131,10 @@ class AdapterAdmission(EngineListener):
 
     def step_failed(self, step: DoneStep) -> None:
         self._adapters.step_done(step.end - step.start, step.stats.running)
+
+
+def _all(adapter_ids: Sequence[str], request: Request | None) -> Sequence[str]:
+    return adapter_ids
 
 
 def _adapter_of(request: Request) -> AdapterRef | None:

@@ -13,7 +13,8 @@ its unused part is subtracted again.  So the tag ends up exact for any `max_toke
 and steps need no counting.  `charge` adds what a tenant causes beside the steps: the load of an adapter, as many
 tokens as the engine computes in that time (`load_turns.py`).
 
-    virtual time    the largest tag at which a request was admitted so far
+    virtual time    the largest tag at which a request was admitted, or a load charged, so far; a load does not move it
+                    past the tenant that is next, since loads also begin out of turn
     joining         a tenant that was not in line starts at the virtual time or at its tag, whichever
                     is later: idling earns no credit, and no debt is forgiven
 
@@ -225,7 +226,8 @@ class FairQueue(EngineListener):
         tenant = self._tenant(request)
         if tokens > 0:  # service begins, as with an admission
             tenant.tag = self._tag(tenant)
-            self._virtual_time = max(self._virtual_time, tenant.tag)
+            started = min(tenant.tag, self._line[0][0]) if self._line else tenant.tag
+            self._virtual_time = max(self._virtual_time, started)
         tenant.tag += tokens / tenant.options.weight
         self._line_up(tenant)
 

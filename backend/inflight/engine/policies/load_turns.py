@@ -8,7 +8,9 @@ One thread loads all adapters, and memory has few places for them.  So loads are
     cost       the tokens that the engine computes in the time that the load takes, by both measured times.  An estimate
                (the mean of the last loads) is charged when it begins, and corrected when it ends
     payer      the account of the request that causes the load; requests that find the adapter loaded pay nothing
-    eviction   of the adapters that were asked for within a minute, one whose account has the most leaves first
+    eviction   of the adapters that were asked for within a minute, one whose account has the most leaves first, and
+               those that the operator has loaded leave last.  An account with adapters in memory takes a place of its
+               own, or of one that has more; another one only after the patience of `AdapterTable`
 
 So a tenant that names adapters without end spends its own share on them, in memory, too.
 """
@@ -30,7 +32,6 @@ _MOST_LOADING = 2  # the loader goes on with the second one while the engine mak
 _STEPS = 100  # after which the pace of a step weighs 1/e
 _LOADS = 8  # the same of loads
 _MAX_AHEAD = 1024  # tenants that are remembered
-_OPERATOR = ""  # who loaded an adapter that no request has caused to load
 
 
 class _Load(NamedTuple):
@@ -56,10 +57,13 @@ class LoadTurns(EngineListener):
     def __init__(self, shares: LoadShares) -> None:
         self._shares = shares
         self._loading: list[_Load] = []
-        self._waiting: dict[Request, None] = {}  # for their turn, in the order in which they asked
+        # For their turn: the number of the step in which each asked last.  In the order in which they asked first.
+        self._waiting: dict[Request, int] = {}
+        self._step = 0
         self._next: Request | None = None  # of `_waiting`
         self._ahead: dict[str, None] = {}  # accounts that have loaded one ahead
-        self._payers: dict[str, str] = {}  # id of an adapter in memory -> account
+        # Id of an adapter in memory -> account; None: no request has caused its load, so the operator has.
+        self._payers: dict[str, str | None] = {}
         self._tokens = self._seconds = 0.0  # of the last steps
         self._load_seconds = 0.0
 
@@ -77,8 +81,11 @@ class LoadTurns(EngineListener):
         return self._shares.is_next(request) or self._shares.account(request) not in self._ahead
 
     def wait(self, request: Request) -> None:
-        """It asks again in each step, until it has begun or is forgotten."""
-        self._waiting[request] = None
+        """It waits while it asks in each step, until it has begun or is forgotten.
+
+        Others may begin before one that does not ask: one that is neither held nor reached, or past its deadline.
+        """
+        self._waiting[request] = self._step
 
     def forget(self, request: Request) -> None:
         """It waits no longer: its adapter is loaded, or on its way, or it has ended."""
@@ -98,11 +105,16 @@ class LoadTurns(EngineListener):
         self._payers[adapter_id] = account
         self._loading.append(_Load(request, tokens, loaded))
 
-    def leaving(self, adapter_ids: Sequence[str]) -> list[str]:
-        """In which order adapters leave memory, given in the order of their last use."""
-        self._payers = {key: self._payers.get(key, _OPERATOR) for key in adapter_ids}
+    def leaving(self, adapter_ids: Sequence[str], request: Request | None) -> list[str]:
+        """See `Adapters.reset`."""
+        self._payers = {key: self._payers.get(key) for key in adapter_ids}
         counts = Counter(self._payers.values())
-        return sorted(adapter_ids, key=lambda key: -counts[self._payers[key]])
+        counts[None] = 0
+        order = sorted(adapter_ids, key=lambda key: -counts[self._payers[key]])
+        own = None if request is None else self._shares.account(request)
+        if own is None or not counts[own]:
+            return order
+        return [key for key in order if self._payers[key] == own or counts[self._payers[key]] > counts[own]]
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         self._ahead.pop(self._shares.account(request), None)
@@ -114,6 +126,8 @@ class LoadTurns(EngineListener):
                 seconds = load.loaded.result()["seconds"]
                 self._load_seconds += (seconds - self._load_seconds) / (_LOADS if self._load_seconds else 1)
                 self._shares.charge(load.request, seconds * self.tokens_per_second - load.tokens)
+        self._waiting = {request: asked for request, asked in self._waiting.items() if asked == self._step}
+        self._step += 1
         self._next = None
         if self._waiting and len(self._loading) < _MOST_LOADING:
             for request in filter(self._may_be_next, self._waiting):

@@ -55,8 +55,7 @@ class AdaptedModules:
     def pack(self, matrices: Mapping[str, Matrices], pause: Callable[[], None]) -> _Adapter:
         found = {}
         for path, pair in matrices.items():
-            found[path] = pair.tensors(self.dtype)
-            pause()
+            found[path] = pair.tensors(self.dtype, pause)
         return _Adapter(found)
 
     def set_rows(self, adapters: Sequence[_Adapter | None], num_tokens: Sequence[int]) -> None:

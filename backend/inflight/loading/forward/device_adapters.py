@@ -164,7 +164,7 @@ class DeviceAdapters:
             slots = product.slots(values, self._rank)
             for part, (path, start) in enumerate(zip(product.paths, slots.starts)):
                 if path in matrices:
-                    a, b = matrices[path].tensors(self.dtype)
+                    a, b = matrices[path].tensors(self.dtype, pause)
                     slots.a[0, part * self._rank :][: len(a)] = a
                     slots.b[0, start : start + len(b), : b.shape[1]] = b
             pause()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from engine_rig import Info, make_core
 
-from inflight.engine.adapter import AdapterRef, Outcome
+from inflight.engine.adapter import AdapterRef, Leaving, Outcome
 from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.messages import AddRequest
@@ -29,16 +29,14 @@ class Table:
         self.held: list[str] = []
         self.forgotten: list[str] = []
 
-    def reset(
-        self, goes_before: Callable[[Any, Any], bool], leaving: Callable[[Sequence[str]], Sequence[str]]
-    ) -> None: ...
+    def reset(self, goes_before: Callable[[Any, Any], bool], leaving: Leaving) -> None: ...
 
     def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]]:
         return Future()
 
     def step_done(self, seconds: float, num_running: int) -> None: ...
 
-    def start(self, ref: AdapterRef) -> None: ...
+    def start(self, ref: AdapterRef, request: Any) -> None: ...
 
     def outcome(self, ref: AdapterRef, request: Any, begun: bool) -> Outcome:
         return Outcome(begun or ref.name not in self.waiting)

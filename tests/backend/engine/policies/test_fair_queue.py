@@ -289,3 +289,17 @@ def test_tenants_without_requests_are_forgotten():
         rig.add(1, 1, tenant=f"client {number}")
         rig.step()
     assert len(rig.scheduler.waiting._tenants) == 1024
+
+
+def test_a_charge_out_of_turn_lets_nobody_in_line_wait_for_those_that_join():
+    """A light tenant's tag is far ahead of the others': a load of its, or a correction, is no service at that tag."""
+    rig = Tenants({"light": {"weight": 0.01}, "*": {"per_name": True}}, max_num_seqs=1)
+    light = rig.add(2, 8, tenant="light")
+    rig.step()
+    for _ in range(6):
+        rig.add(2, 8, tenant="in line")
+    rig.scheduler.waiting.charge(light, 1)
+    for _ in range(2):
+        rig.add(2, 8, tenant="joins")
+    rig.run()
+    assert rig.order()[1:5] in ([1, 7, 2, 8], [7, 1, 8, 2])

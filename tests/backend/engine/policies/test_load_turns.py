@@ -216,10 +216,10 @@ def test_costs_of_two_tenants_converge() -> None:
 @settings(max_examples=20, deadline=None)
 @given(
     weights=st.tuples(st.sampled_from([0.5, 1, 3]), st.sampled_from([0.5, 1, 3])),
-    load_seconds=st.sampled_from([0.001, 0.05, 0.4]),
+    load_seconds=st.sampled_from([0.001, 0.05, 0.2]),
     kept=st.integers(1, 6),
     output=st.integers(1, 12),
-    num_live=st.integers(1, 14),
+    num_live=st.integers(1, 8),
     dressed=st.booleans(),
     policy=st.sampled_from(["fcfs", "priority", "sjf"]),
 )
@@ -237,7 +237,7 @@ def test_loads_buy_no_share_and_starve_nobody(
     machine = Machine(tenants, load_seconds, kept, max_num_seqs=slots, scheduling_policy=policy)
     longest = 0.0
     ended: Counter[str] = Counter()
-    for step in range(800):
+    for step in range(2400):
         if step >= 60 and min(ended["a"], ended["b"]) > 1:
             break
         while machine.live_of("a") < num_live:
@@ -376,3 +376,51 @@ def test_without_tenants_loads_begin_on_arrival() -> None:
     assert list(machine.table.loads) == ["a0", "a1", "a2"]
     machine.run()
     assert len(machine.ended) == 3
+
+
+def test_the_operators_adapters_leave_last() -> None:
+    """Of eight places, six are the operator's, and B uses them in turn; A names twenty."""
+    machine = Machine(EACH, load_seconds=0.1)
+    refs = [AdapterRef(f"b{number}", f"id of b{number}", "/nowhere", 4) for number in range(6)]
+    for ref in refs:
+        machine.table.load(ref)
+    machine.now += 1.0
+    machine.table.advance()
+    for number in range(6):
+        machine.ask("b", f"b{number}", output=2)
+    machine.run()
+    for number in range(20):
+        machine.ask("a", f"a{number}")
+    asked = 0
+    while machine.core.has_work:
+        if machine.now >= 1.0 + asked and not machine.live_of("b"):
+            for number in range(6):
+                machine.ask("b", f"b{number}", output=2)
+            asked += 1
+        machine.step()
+    assert asked > 1 and not machine.failed
+    assert {name: count for name, count in machine.table.loads.items() if name.startswith("b")} == dict.fromkeys(
+        [ref.name for ref in refs], 1
+    )
+
+
+def test_who_does_not_ask_keeps_no_turn() -> None:
+    """B's request has the smallest tag and waits for its turn; its deadline passes, and admission asks it no more."""
+    machine = Machine(EACH, load_seconds=1e9)
+    for name in ("c", "d"):
+        machine.ask(name, f"adapter of {name}")
+    machine.step()
+    assert len(machine.table.loads) == 2
+    machine.ask("b", "b", deadline=machine.now + 1.0)
+    machine.ask("a", "a")
+    machine.queue.charge(machine.requests[3], 1000.0)
+    for _ in range(3):
+        machine.step()
+    late, other = machine.requests[2], machine.requests[3]
+    assert machine.queue.goes_before(late, other) and set(machine.turns._waiting) == {late, other}
+    machine.now += 2.0
+    machine.step()
+    machine.turns._loading.clear()  # the loader has room again
+    for _ in range(3):
+        machine.step()
+    assert late in machine.core.scheduler.held and "a" in machine.table.loads and "b" not in machine.table.loads
