@@ -233,7 +233,7 @@ class _ForkServer:
         os.waitpid(heir.pid, 0)
         os.close(heir.pidfd)
         heir.will.close()
-        self._heir, self._can_do_more = None, lambda: False
+        self._heir, self._can_do_more, self._asks = None, lambda: False, self._is_owned
         if self._is_owned and self._control not in self._selector.get_map():
             self._selector.register(self._control, selectors.EVENT_READ, self._serve)
 
