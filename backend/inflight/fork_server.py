@@ -5,8 +5,8 @@ Imports take seconds, a fork milliseconds, and parent and forks share the memory
 `ForkRequest`.  No torch here.
 
 It says with a byte that it has done the imports (`READY`), and later, once, if a process that is made now could do more
-for its forks (`OUTDATED`).  What only some forks need is read by a fork that takes its place then, so that there are
-forks meanwhile.  When the owner closes the connection, it ends, but not before its forks have: it knows how.
+for its forks (`OUTDATED`).  A fork of it does later work and then takes its place, so that there
+are forks meanwhile.  When the owner closes the connection, it ends, but not before its forks have: it knows how.
 
 A fork has only the thread that called it, and no usable connection to a device that its parent had opened.  So the
 parent must have neither other threads nor an open device; if it has, the fork becomes a new program that does the

@@ -1,4 +1,4 @@
-"""What a fork server does later, an heir does: forks do not wait for it, and the next ones have it."""
+"""An heir does the later work of a fork server: forks do not wait for it, and the next ones have it."""
 
 from __future__ import annotations
 

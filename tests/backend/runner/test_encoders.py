@@ -30,7 +30,7 @@ from inflight.loading.load_errors import LoadError
 
 KINDS = ["mean", "cls", "last"] * 2
 LENGTHS = (5, 40, 1, 17, 60, 33)
-NATIVE = ["bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"]  # those that docs/pooling.md names
+NATIVE = ["bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"]  # see docs/pooling.md
 CLASSIFIERS = sorted(set(ENCODERS) - {"eurobert"})
 
 
