@@ -32,7 +32,9 @@ from statistics import median
 from typing import Any
 
 import common
+import psutil
 
+MOST_SECONDS = 300.0  # for a message of an engine, and for memory to stay as it is
 SIDES = (
     "full",
     "kept",
@@ -84,7 +86,7 @@ def killed(options: dict[str, Any], keep: str) -> common.Run:
         assert isinstance(engine, EngineProcess)
         engine.wait_ready(600)
         engine.send(encode(request))
-        while not isinstance(message := engine.receive(), StepMessage) or not message.tokens.token_ids:
+        while not isinstance(message := next_message(engine), StepMessage) or not message.tokens.token_ids:
             pass
         return engine
 
@@ -137,25 +139,57 @@ def ask_for_digits(engine: Any) -> None:
 
     digits = GrammarSpec("regex", "[0-9]{1,6}")
     engine.send(encode(AddRequest(1, [5, 6, 7], SamplingParams(temperature=0.0, max_tokens=4, grammar=digits))))
-    while not isinstance(message := engine.receive(), StepMessage) or not any(
-        delta.finish_reason for delta in message.deltas
-    ):
-        pass
+    while True:
+        message = next_message(engine)
+        if isinstance(message, StepMessage) and any(delta.finish_reason for delta in message.deltas):
+            return
+
+
+def next_message(engine: Any) -> Any:
+    """Raises RuntimeError if a request fails, or if there is none within `MOST_SECONDS`."""
+    from inflight.engine.deltas import RequestFailed
+    from inflight.engine.messages import StepMessage
+
+    if not engine._connection.poll(MOST_SECONDS):
+        raise RuntimeError(f"the engine has sent nothing for {MOST_SECONDS:g} s")
+    message = engine.receive()
+    failed = [message] if isinstance(message, RequestFailed) else []
+    if isinstance(message, StepMessage):
+        failed += message.failed
+    if failed:
+        raise RuntimeError(f"a request failed: {failed[0].message}")
+    return message
 
 
 def settled(pids: list[int], seconds: float) -> float:
-    """The memory of these processes in MiB, once their own has not changed by 1 MiB for so long.
+    """The memory of these processes and of their forks in MiB, once their own has not changed by 1 MiB for so long.
 
-    An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether it is
-    to.  Pages of files do not count for that: other programs map the same libraries.
+    An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether a
+    fork of it is to.  Pages of files do not count for that: other programs map the same libraries.
+
+    Raises:
+        RuntimeError: it changes for longer than `MOST_SECONDS`.
     """
-    found, since = sum(pss(pid, "Pss_Anon") for pid in pids), time.monotonic()
+    begun = since = time.monotonic()
+    found = total(pids, "Pss_Anon")
     while time.monotonic() - since < seconds:
+        if time.monotonic() - begun > MOST_SECONDS:
+            raise RuntimeError(f"the memory of processes {pids} still changes after {MOST_SECONDS:g} s")
         time.sleep(0.25)
-        now = sum(pss(pid, "Pss_Anon") for pid in pids)
+        now = total(pids, "Pss_Anon")
         if abs(now - found) > 1.0:
             found, since = now, time.monotonic()
-    return sum(pss(pid) for pid in pids)
+    return total(pids, "Pss")
+
+
+def total(pids: list[int], kind: str) -> float:
+    """The memory of these processes and of all that they have forked, each counted once, in MiB."""
+    return sum(pss(pid, kind) for pid in {*pids, *(child for pid in pids for child in forks(pid))})
+
+
+def forks(pid: int) -> list[int]:
+    """The processes below this one: an heir of a spare process, and engines that it has forked."""
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
 def pss(pid: int, kind: str = "Pss") -> float:

@@ -56,6 +56,7 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
+from inflight.grammars.demand import share_demand
 from inflight.load_phases import enter_phase, print_phases
 from inflight.loading.saved.newly_kept import NewlyKept
 from inflight.loading.saved.prefetch import prefetch
@@ -246,7 +247,7 @@ def _answer_of(ask: Ask, value: Callable[[], Any]) -> Answer:
 
 def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tuple[int, int] | None:
     """See `serve_forks`.  Every fork starts with the imports done, and its memory is this process's until it writes."""
-    from inflight.runner.warm_up import draft_to_heat, warm_up, warm_up_further
+    from inflight.runner.warm_up import can_warm_up_further, draft_to_heat, warm_up, warm_up_further
 
     newly_kept = NewlyKept(config, lambda: draft_to_heat(config))
 
@@ -254,12 +255,8 @@ def _fork_server(control: socket.socket, config: EngineConfig, idle: bool) -> tu
         warm_up(config, idle, _run_a_token)
         import inflight.engine.assembly  # noqa: F401
 
-    def is_outdated() -> bool:
-        warm_up_further()
-        return newly_kept.any()
-
     _name("inflight-spare")
-    return serve_forks(control, prepare, is_outdated)
+    return serve_forks(control, prepare, newly_kept.any, can_warm_up_further, warm_up_further)
 
 
 def _run_a_token(config: EngineConfig) -> None:
@@ -299,6 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--fd", type=int, required=True, help="inherited end of the owner's socket pair")
     parser.add_argument("--heartbeat-fd", type=int, help="shared memory in which this process records what it does")
+    parser.add_argument("--demand-fd", type=int, help="shared memory that says whether grammars are used")
     parser.add_argument("--fork-server", action="store_true", help="import everything, then fork for each request")
     parser.add_argument("--idle", action="store_true", help="with --fork-server: import on idle cores only")
     parser.add_argument("--shared", action="store_true", help="the owner sends frontends and is not one itself")
@@ -307,6 +305,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.signal(number, signal.SIG_IGN)
     gc.disable()  # until settled: objects of imports and loading stay, and scanning them is a fifth of the time
     fd, heartbeat_fd = args.fd, args.heartbeat_fd
+    if args.demand_fd is not None:
+        share_demand(args.demand_fd)
     if args.fork_server:
         with socket.socket(fileno=os.dup(fd)) as control:
             config = _configured(Connection(fd))

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from checkpoints import greedy_reference, make_checkpoint
+from supervisor_rig import wait_for
 from worker_rig import COMMAND, ENV, Worker
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
 from inflight.engine.sampling_params import SamplingParams
+from inflight.frontend.engine_client.engine_launcher import EngineLauncher
+from inflight.frontend.engine_client.engine_process import EngineProcess
 from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
+from inflight.grammars.spec import GrammarSpec
 from inflight.kernels.cpu import library
 from inflight.loading.startup import load_or_reuse, wait_until_kept
 from inflight.runner.pipeline import make_runner
 
 pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
 
+TOKENIZER = Path(__file__).parents[2] / "model_repository" / "demo" / "1" / "checkpoint" / "tokenizer.json"
 PROMPT = list(range(1, 20))
 OPTIONS = {"device": "cpu", "dtype": "float32", "kv_cache_memory": "16MiB", "cpu_threads": 2}
 
@@ -174,3 +181,50 @@ def test_a_spare_that_was_made_before_weights_were_kept_says_that_it_is_outdated
         assert spare._socket.recv(1) == b"o"
     finally:
         spare.stop()
+
+
+@pytest.mark.nightly  # tests/backend/test_fork_server_heirs.py has the parts
+def test_the_vocabulary_of_grammars_is_read_beside_an_engine_and_its_next_one_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an heir of the spare process, which forks from then on; and by one of the next spare process."""
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path / "cache"))
+    checkpoint = make_checkpoint("llama", tmp_path / "checkpoint", vocab_size=32000, eos_token_id=2)
+    shutil.copy(TOKENIZER, Path(checkpoint) / "tokenizer.json")
+    config = EngineConfig.from_dict({"model": checkpoint, **OPTIONS})
+    make_runner(config)
+    wait_until_kept()
+    launcher = EngineLauncher(config, COMMAND, ENV)
+    digits = SamplingParams(temperature=0.0, max_tokens=4, grammar=GrammarSpec("regex", "[0-9]{1,6}"))
+
+    def answered() -> EngineProcess:
+        engine = launcher.launch()
+        assert isinstance(engine, EngineProcess)
+        engine.wait_ready(100)
+        engine.send(encode(AddRequest(1, PROMPT, digits)))
+        while not (isinstance(message := engine.receive(), StepMessage) and message.deltas):
+            assert isinstance(message, StepMessage) and not message.failed
+        return engine
+
+    def heir(server: int) -> int:
+        def found() -> list[psutil.Process]:
+            return [child for child in psutil.Process(server).children() if "inflight-spare" in child.name()]
+
+        return int(wait_for(found)[0].pid)
+
+    engines = [answered()]
+    try:
+        outdated = launcher._fork_server
+        assert outdated is not None
+        first = heir(outdated.pid)
+        while psutil.Process(engines[-1].pid).ppid() != first:  # until it has taken over
+            engines.append(answered())
+        outdated.is_outdated = True
+        wait_for(lambda: launcher.keep_fork_server() is None and launcher._fork_server is not outdated)
+        successor = launcher._fork_server
+        assert successor is not None
+        assert heir(successor.pid)
+    finally:
+        for engine in engines:
+            engine.stop(polite=False)
+        launcher.close()

@@ -27,7 +27,7 @@ from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.guided_sequence import GuidedSequence, SteadyRuns, reason, shown
 from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
-from inflight.heap import trim_heap
+from inflight.heap import LaterTrim, trim_heap
 
 __all__ = ["GuidanceGrammars"]
 
@@ -93,6 +93,7 @@ class GuidanceGrammars:
             ValueError: there can be no grammars; says why.
         """
         loaded = self._load()
+        trim_heap()
         with self._lock:
             self._tokenizer = Future()
             self._tokenizer.set_result(loaded)
@@ -168,6 +169,8 @@ class GuidanceGrammars:
     def _begin_to_load(self) -> Future[Any]:
         if self._tokenizer is None:
             self._tokenizer = self._threads.submit(self._load)
+            # Several times what stays was used on the way.  Not at once: the first grammar may be waiting.
+            self._tokenizer.add_done_callback(lambda _: LaterTrim().ask())
         return self._tokenizer
 
     def _load(self) -> Any:
@@ -187,7 +190,6 @@ class GuidanceGrammars:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
         names = vocabulary.names
         wrapped.tokens = ours.tokens = vocabulary.tokens = []  # the library has copied them
-        trim_heap()  # several times what stays was used on the way
         return tokenizer, names
 
     def _compile(self, spec: GrammarSpec, tokenizer: Future[Any], entry: _Entry) -> Any:

@@ -39,7 +39,17 @@ from inflight.loading.saved.mapped_file import Damaged, MappedFile
 from inflight.loading.saved.prefetch import prefetched
 from inflight.loading.saved.saved_model import content_of, model_of
 
-__all__ = ["REUSED", "heat", "heat_further", "is_kept", "load_or_reuse", "may_heat", "place_of", "wait_until_kept"]
+__all__ = [
+    "REUSED",
+    "can_heat_further",
+    "heat",
+    "heat_further",
+    "is_kept",
+    "load_or_reuse",
+    "may_heat",
+    "place_of",
+    "wait_until_kept",
+]
 
 REUSED = "reading the weights that an earlier start has packed and checked"
 _log = logging.getLogger(__name__)
@@ -123,9 +133,14 @@ def heat(config: EngineConfig, grammars: bool = True) -> bool:
     return key in _hot
 
 
+def can_heat_further() -> bool:
+    """Whether `heat_further` has something to do: an engine of this model has been asked for a grammar."""
+    return bool(_later) and are_grammars_used()
+
+
 def heat_further() -> None:
-    """Read the vocabulary of grammars for forks of this process, too, once one of them has been asked for a grammar."""
-    while _later and are_grammars_used():
+    """Read the vocabulary of grammars for forks of this process, too, if it is wanted."""
+    while can_heat_further():
         with contextlib.suppress(BaseException):  # a panic, too.  No grammars: a request that has one is told
             _later.pop()()
 

@@ -13,7 +13,7 @@ from inflight.config import EngineConfig
 from inflight.device.deferred_torch import import_torch
 from inflight.loading.saved.prefetch import prefetch
 
-__all__ = ["draft_to_heat", "warm_up", "warm_up_further"]
+__all__ = ["can_warm_up_further", "draft_to_heat", "warm_up", "warm_up_further"]
 
 
 def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], object]) -> None:
@@ -29,8 +29,15 @@ def warm_up(config: EngineConfig, idle: bool, run: Callable[[EngineConfig], obje
     _in_a_thread(lambda: _warm_up(config, run), idle)
 
 
+def can_warm_up_further() -> bool:
+    """Whether forks need more by now."""
+    from inflight.loading.startup import can_heat_further
+
+    return can_heat_further()
+
+
 def warm_up_further() -> None:
-    """Do the rest, which forks did not need at first; once, and on idle cores only: an engine runs by now."""
+    """Do the rest, which forks did not need at first; on idle cores only: an engine runs by now."""
     from inflight.loading.startup import heat_further
 
     _in_a_thread(heat_further, idle=True)

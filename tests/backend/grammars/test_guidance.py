@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from panics import Panic
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from inflight import heap
 from inflight.grammars import guidance
 from inflight.grammars.base import Grammar, MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
@@ -474,12 +476,33 @@ def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
 
 def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of tokens that the library has copied; and tokens without a text are in none of its dozen tries."""
-    read, trims = [], []
+    read = []
     monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
-    monkeypatch.setattr(guidance, "trim_heap", lambda: trims.append(len(read[0].tokens)))
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
     assert outcome(grammars, DIGITS) == ""
-    assert trims == [0]
+    assert not read[0].tokens
     tokenizer, names = grammars._begin_to_load().result()
     assert tokenizer.decode_bytes([VOCAB + 3]) == b"<[%d]>" % (VOCAB + 3), "it has bytes"
     assert names == read[0].names
+
+
+def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once."""
+    trims: list[threading.Thread] = []
+    may_trim, trimmed = threading.Event(), threading.Event()
+
+    def trim() -> None:
+        assert may_trim.wait(60)
+        trims.append(threading.current_thread())
+        trimmed.set()
+
+    for module in (guidance, heap):
+        monkeypatch.setattr(module, "trim_heap", trim)
+    monkeypatch.setattr(heap, "_DELAY", 0.0)
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
+    assert outcome(grammars, DIGITS) == "", "it has not waited"
+    may_trim.set()
+    assert trimmed.wait(60)
+    assert isinstance(trims[0], threading.Timer)
+    GuidanceGrammars(DEMO.read_text, VOCAB, [EOS]).load()
+    assert trims[1:] == [threading.current_thread()]

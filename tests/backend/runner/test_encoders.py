@@ -30,6 +30,7 @@ from inflight.loading.load_errors import LoadError
 
 KINDS = ["mean", "cls", "last"] * 2
 LENGTHS = (5, 40, 1, 17, 60, 33)
+NATIVE = ["bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta"]  # see docs/pooling.md
 CLASSIFIERS = sorted(set(ENCODERS) - {"eurobert"})
 
 
@@ -75,7 +76,7 @@ def test_vectors_equal_transformers(model_type: str, tmp_path: Path) -> None:
     assert core.pool.num_used == 0
 
 
-@pytest.mark.parametrize("model_type", ["bert", "distilbert", "roberta"])
+@pytest.mark.parametrize("model_type", NATIVE)
 def test_native_layers_over_several_tiles_of_keys(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +98,31 @@ def test_native_layers_over_several_tiles_of_keys(
         np.testing.assert_allclose(together[i], alone(model, prompt, "mean"), rtol=1e-5, atol=1e-6)
         by_itself, _ = vectors_of(core, [pooled(i, prompt, "mean")])
         assert by_itself[i].tobytes() == together[i].tobytes()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "dtype", "reason"),
+    [
+        ("mpnet", {}, "float32", "the native ones are not for 'mpnet'"),
+        ("bert", {"hidden_act": "relu"}, "float32", "the activation is ReLU, not GELUActivation"),
+        ("bert", {"hidden_act": "gelu_new"}, "float32", "the activation is NewGELUActivation"),
+        ("roberta", {"num_attention_heads": 8}, "float32", "a head has 4 features, which is no multiple of 8"),
+        ("bert", {}, "bfloat16", "the native ones compute in float32, and dtype is torch.bfloat16"),
+    ],
+    ids=repr,
+)
+def test_the_log_says_why_layers_are_transformers(
+    model_type: str,
+    changes: dict[str, Any],
+    dtype: str,
+    reason: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", native_encoder.__name__)
+    make_core(make_encoder(model_type, tmp_path, **changes), dtype=dtype)
+    (record,) = (record for record in caplog.records if record.name == native_encoder.__name__)
+    assert f"runs on transformers' layers: {reason}" in record.getMessage()
 
 
 @pytest.mark.parametrize("model_type", CLASSIFIERS)

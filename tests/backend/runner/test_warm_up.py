@@ -61,16 +61,21 @@ def test_a_spare_process_asks_for_no_device_of_a_gpu_engine(tmp_path: Path, monk
     assert not asked
 
 
-def test_a_spare_process_reads_the_vocabulary_when_it_is_first_asked_whether_it_is_outdated(
-    later: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_spare_process_reads_the_vocabulary_beside_its_forks(later: list, monkeypatch: pytest.MonkeyPatch) -> None:
     done: list[str] = []
 
-    def serve_forks(control: object, prepare: Callable[[], object], is_outdated: Callable[[], bool]) -> None:
+    def serve_forks(
+        control: object,
+        prepare: Callable[[], object],
+        is_outdated: Callable[[], bool],
+        can_do_more: Callable[[], bool],
+        do_more: Callable[[], object],
+    ) -> None:
         prepare()
-        assert not done, "its first fork does not wait for it"
-        assert not is_outdated()
-        assert done == ["read"]
+        assert not is_outdated() and can_do_more()
+        assert not done, "no fork waits for it"
+        do_more()
+        assert done == ["read"] and not can_do_more()
 
     monkeypatch.setattr(warm_up, "warm_up", lambda *_: later.append(lambda: done.append("read")))
     monkeypatch.setattr(worker, "serve_forks", serve_forks)
@@ -78,3 +83,10 @@ def test_a_spare_process_reads_the_vocabulary_when_it_is_first_asked_whether_it_
     with socket.socket() as control:
         worker._fork_server(control, CONFIG, idle=False)
     assert done
+
+
+def test_nothing_is_read_that_no_request_has_asked_for(later: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    later.append(lambda: None)
+    assert warm_up.can_warm_up_further()
+    monkeypatch.setattr(demand, "_page", bytearray(1))
+    assert not warm_up.can_warm_up_further()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from inflight.frontend.engine_client.engine_handle import EngineHandle
 from inflight.frontend.engine_client.engine_process import EngineProcess, EngineStartError, not_ready
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
 from inflight.frontend.engine_client.os_process import OsProcess, start_tied
+from inflight.grammars.demand import new_demand
 
 __all__ = ["EngineLauncher"]
 
@@ -43,6 +45,7 @@ class EngineLauncher:
         self._fork_server: ForkServerProcess | None = None
         self._successor: ForkServerProcess | None = None  # of one that is outdated
         self._retired: list[ForkServerProcess] = []
+        self._demand: int | None = None  # shared by all processes: see `new_demand`
         self._closed = False
 
     def launch(self) -> EngineHandle:
@@ -88,6 +91,9 @@ class EngineLauncher:
             for fork_server in (self._fork_server, self._successor, *self._retired):
                 if fork_server is not None:
                     fork_server.stop()
+            if self._demand is not None:
+                os.close(self._demand)
+                self._demand = None
 
     def _execute(self, pipe: int, heartbeat: int) -> OsProcess:
         options = ["--fd", str(pipe), "--heartbeat-fd", str(heartbeat)]
@@ -130,7 +136,9 @@ class EngineLauncher:
         return self._fork_server
 
     def _new_fork_server(self, idle: bool) -> ForkServerProcess:
-        return ForkServerProcess(encode(self._config), self._command, self._env, idle)
+        if self._demand is None:
+            self._demand = new_demand()
+        return ForkServerProcess(encode(self._config), self._command, self._env, idle, self._demand)
 
 
 def _cannot_start(error: Exception) -> EngineStartError:

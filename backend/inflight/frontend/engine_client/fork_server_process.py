@@ -35,6 +35,7 @@ class ForkServerProcess:
         command: of the engine process, as `engine_command` returns it.
         env: environment variables added to this process's.
         idle: do the imports on idle cores only.
+        demand: memory that all processes of the model share (`grammars/demand.py`); None: its forks alone share one.
 
     Attributes:
         idle: as given.
@@ -44,14 +45,23 @@ class ForkServerProcess:
         OSError: the program cannot be run.
     """
 
-    def __init__(self, config: bytes, command: Sequence[str], env: Mapping[str, str], idle: bool) -> None:
+    def __init__(
+        self,
+        config: bytes,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        idle: bool,
+        demand: int | None = None,
+    ) -> None:
         self.idle = idle
         self._is_ready = self.is_outdated = False
         self._socket, theirs = socket.socketpair()
         with theirs:
             options = ["--fork-server", "--fd", str(theirs.fileno()), *["--idle"] * idle]
+            shared = [] if demand is None else [demand]
+            options += [f"--demand-fd={descriptor}" for descriptor in shared]
             try:
-                self._popen = start_tied([*command, *options], [theirs.fileno()], env)
+                self._popen = start_tied([*command, *options], [theirs.fileno(), *shared], env)
             except OSError:
                 self._socket.close()
                 raise

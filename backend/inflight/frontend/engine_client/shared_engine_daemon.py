@@ -29,6 +29,7 @@ from typing import Any
 
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
 from inflight.frontend.engine_client.os_process import ForkedProcess, OsProcess
+from inflight.grammars.demand import new_demand
 
 __all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
 
@@ -145,6 +146,7 @@ class SharedEngineDaemon:
         self._engine: _Engine | None = None
         self._num_engines = 0
         self._has_spare = has_spare
+        self._demand = new_demand()  # of grammars; an engine that is no fork of a spare process tells it, too
         self._spares: list[ForkServerProcess] = []  # the last one forks; those before it report how their forks end
         # After a death the members take turns to try their requests again; the first of these has the turn.
         self._unsettled: list[_Member] = []
@@ -298,11 +300,13 @@ class SharedEngineDaemon:
             heartbeat = os.memfd_create("inflight-heartbeat")
             os.ftruncate(heartbeat, self._heartbeat_bytes)
             options = ["--shared", "--fd", str(theirs.fileno()), "--heartbeat-fd", str(heartbeat)]
+            options += ["--demand-fd", str(self._demand)]
             command = [*self._wrapper, str(os.getpid()), *self._command, *options]
             try:
                 process: OsProcess | None = self._fork(theirs.fileno(), heartbeat)
                 if process is None:
-                    process = subprocess.Popen(command, pass_fds=[theirs.fileno(), heartbeat], stdin=subprocess.DEVNULL)
+                    shared = [theirs.fileno(), heartbeat, self._demand]
+                    process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
             except OSError:
                 ours.close()
                 os.close(heartbeat)
@@ -345,7 +349,7 @@ class SharedEngineDaemon:
             self._spares = [spare for spare in self._spares if not spare.has_ended]
             with contextlib.suppress(OSError):
                 command = [*self._command, "--shared"]
-                self._spares.append(ForkServerProcess(self._config, command, {}, idle=True))
+                self._spares.append(ForkServerProcess(self._config, command, {}, idle=True, demand=self._demand))
         return True
 
     def _listen(self) -> None:

@@ -5,6 +5,7 @@ Embeddings, poolers and heads stay transformers' own modules.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["attach_native_encoder"]
 
 # Layers like those of BERT.  Other kinds have modules of the same names, with rotary embeddings.
 _LIKE_BERT = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
+_log = logging.getLogger(__name__)
 _GELU = "GELUActivation"  # by the normal distribution; other kinds have other classes
 
 
@@ -48,15 +50,12 @@ def attach_native_encoder(base: Any, specs: Sequence[LayerSpec]) -> Callable[[],
     The layers' weights are packed, and freed.
 
     Returns:
-        A function that restores everything, or None if the kernel cannot compute this model.
+        A function that restores everything, or None if the kernel cannot compute this model; the log says why.
     """
-    found = _layers_of(base)
-    if found is None or unavailable() is not None:
-        return None
-    module, layers = found
-    if not layers or len(layers) != len(specs) or not all(map(_is_supported, layers, specs)):
-        return None
-    if len({norm.eps for layer in layers for norm in layer.norms}) > 1 or len({spec.scaling for spec in specs}) > 1:
+    module, layers = _layers_of(base)
+    obstacle = _obstacle(base.config.model_type, layers, specs) or unavailable()
+    if obstacle is not None:
+        _log.info("%s runs on transformers' layers: %s", type(base).__name__, obstacle)
         return None
     undone: list[Callable[[], None]] = []
 
@@ -85,14 +84,14 @@ def attach_native_encoder(base: Any, specs: Sequence[LayerSpec]) -> Callable[[],
     return undo
 
 
-def _layers_of(base: Any) -> tuple[Any, list[_Layer]] | None:
-    """The module that runs all layers, and their modules; None: not such a model."""
+def _layers_of(base: Any) -> tuple[Any, list[_Layer]]:
+    """The module that runs all layers, and their modules; none: not such a model."""
     kind = base.config.model_type
     if kind in _LIKE_BERT:
         return base.encoder, [_like_bert(layer) for layer in base.encoder.layer]
     if kind == "distilbert":
         return base.transformer, [_like_distilbert(layer) for layer in base.transformer.layer]
-    return None
+    return None, []
 
 
 def _like_bert(layer: Any) -> _Layer:
@@ -119,18 +118,35 @@ def _like_distilbert(layer: Any) -> _Layer:
     )
 
 
-def _is_supported(layer: _Layer, spec: LayerSpec) -> bool:
+def _obstacle(kind: str, layers: Sequence[_Layer], specs: Sequence[LayerSpec]) -> str | None:
+    """Why the kernel cannot compute these layers, if it cannot."""
+    if not layers:
+        return f"the native ones are not for {kind!r}"
+    if len(layers) != len(specs):
+        return f"{len(layers)} layers, and {len(specs)} with attention"
+    if len({norm.eps for layer in layers for norm in layer.norms}) > 1 or len({spec.scaling for spec in specs}) > 1:
+        return "they differ in the eps of their norms, or in the scaling of attention"
+    return next(filter(None, map(_obstacle_of, layers, specs)), None)
+
+
+def _obstacle_of(layer: _Layer, spec: LayerSpec) -> str | None:
     size = layer.output.in_features
-    return (
-        all(type(linear) is nn.Linear and linear.weight.dtype == torch.float32 for linear in layer.linears)
-        and all(linear.in_features == linear.out_features == size for linear in (*layer.qkv, layer.output))
+    if not all(type(linear) is nn.Linear for linear in layer.linears):
+        return "not all projections are torch's linear layers"
+    if (dtype := layer.output.weight.dtype) != torch.float32 or len({x.weight.dtype for x in layer.linears}) > 1:
+        return f"the native ones compute in float32, and dtype is {dtype}"
+    if type(layer.activation).__name__ != _GELU:
+        return f"the activation is {type(layer.activation).__name__}, not {_GELU}"
+    if spec.key_head_size % 8:
+        return f"a head has {spec.key_head_size} features, which is no multiple of 8"
+    fits = (
+        all(linear.in_features == linear.out_features == size for linear in (*layer.qkv, layer.output))
         and (layer.up.in_features, layer.up.out_features) == (size, layer.down.in_features)
         and layer.down.out_features == size
-        and type(layer.activation).__name__ == _GELU
         and spec.sliding_window is None
         and spec.num_kv_heads * spec.key_head_size == size
-        and spec.key_head_size % 8 == 0
     )
+    return None if fits else "their shapes are others than those of BERT"
 
 
 def _tables(layer: _Layer, pack: Callable[..., PackedWeight]) -> EncoderLayerTables:

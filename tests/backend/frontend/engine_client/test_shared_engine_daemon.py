@@ -209,6 +209,20 @@ def spares(place: Place) -> list[int]:
     return [pid for pid, line in command if b"--fork-server" in line and b"--shared" in line]
 
 
+def demand(pid: int) -> tuple[int, int]:
+    """Which memory a process has been given to tell others that grammars are used."""
+    line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"=", b"\0").split(b"\0")
+    memory = os.stat(f"/proc/{pid}/fd/{int(line[line.index(b'--demand-fd') + 1])}")
+    return memory.st_dev, memory.st_ino
+
+
+def test_the_first_engine_of_a_group_tells_its_spare_process_whether_grammars_are_used(place: Place) -> None:
+    engine = start(place.group("m_0", config=EngineConfig(model="fake")))
+    (spare,) = wait_for(lambda: spares(place))
+    assert parent(engine.pid) != spare
+    assert demand(engine.pid) == demand(spare)
+
+
 def test_the_next_engine_of_a_group_is_a_fork_of_its_spare_process(place: Place) -> None:
     groups = [place.group(f"m_{k}", config=EngineConfig(model="fake")) for k in range(2)]
     engines = [start(group) for group in groups]

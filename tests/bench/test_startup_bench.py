@@ -1,0 +1,72 @@
+"""bench/startup.py ends with an error where it would wait for ever, and counts the forks of a spare process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import startup
+
+from inflight.engine.deltas import RequestFailed, StepStats
+from inflight.engine.messages import StepMessage
+
+
+class Engine:
+    """Sends these messages."""
+
+    def __init__(self, *messages: Any) -> None:
+        self._connection, self._theirs = Pipe()
+        for message in messages:
+            self._theirs.send(message)
+
+    def send(self, frame: bytes) -> None:
+        assert frame
+
+    def receive(self) -> Any:
+        return self._connection.recv()
+
+
+FAILED = RequestFailed(1, "INVALID_ARG", "the grammar is too large")
+
+
+@pytest.mark.parametrize(
+    "messages", [[FAILED], [StepMessage([], StepStats(*[0] * 10, 0.0), failed=[FAILED])]], ids=["alone", "step"]
+)
+def test_a_request_that_fails_ends_the_benchmark(messages: list[Any]) -> None:
+    with pytest.raises(RuntimeError, match="a request failed: the grammar is too large"):
+        startup.ask_for_digits(Engine(*messages))
+
+
+def test_an_engine_that_sends_nothing_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "MOST_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="has sent nothing"):
+        startup.ask_for_digits(Engine())
+
+
+def test_memory_that_never_settles_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, memory = itertools.count(), itertools.count(step=5)
+    time = SimpleNamespace(monotonic=lambda: float(next(clock)), sleep=lambda seconds: None)
+    monkeypatch.setattr(startup, "time", time)
+    monkeypatch.setattr(startup, "pss", lambda pid, kind="Pss": float(next(memory)))
+    with pytest.raises(RuntimeError, match="still changes after 300 s"):
+        startup.settled([os.getpid()], 4.0)
+
+
+def test_forks_of_forks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    program = "import os; os.fork() or os.fork(); print(flush=True); os.read(0, 1)"
+    child = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdin is not None and child.stdout is not None
+    with child:
+        for _ in range(3):
+            child.stdout.readline()
+        found = startup.forks(child.pid)
+        assert len(set(found)) == 2
+        monkeypatch.setattr(startup, "pss", lambda pid, kind: 1.0)
+        assert startup.total([child.pid, found[0]], "Pss") == 3.0
+        child.stdin.close()
