@@ -16,7 +16,7 @@ from inflight.kernels.cpu.library import unavailable
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
 
 EPS = 1e-12
-CHUNK = 96  # rows of a thread: `kChunkRows` of cpu_encoder.cpp
+CHUNK = 168  # rows of a thread: `kChunkRows` of cpu_encoder.cpp
 # Heads, their size, and features of the MLP: whole panels of 16 features, and parts of one.
 SHAPES = {"heads of 8": (5, 8, 72), "of 24": (1, 24, 40), "of 64": (2, 64, 160)}
 
