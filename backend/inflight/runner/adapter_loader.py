@@ -110,7 +110,7 @@ class LoaderThread:
 
     @property
     def waited(self) -> float:
-        """Seconds that the load whose thread asks has waited for its pace: nobody pays for them."""
+        """Seconds that the load whose thread asks has waited for its pace: they cost no tenant anything."""
         return self._waited
 
     def submit(self, load: Callable[[], None]) -> None:
