@@ -45,8 +45,8 @@ class Adapters(Protocol):
 
         Args:
             goes_before: whether a request is admitted before another one.
-            leaving: of ids in the order of their last use, those that may leave to make room for a request's adapter,
-                in the order in which they leave; for None all.
+            leaving: of ids in the order of their last use, the ones that may leave to make room for a request's
+                adapter, in the order in which they leave; for None all.
         """
 
     def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]] | None:

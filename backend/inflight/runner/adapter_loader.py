@@ -36,7 +36,7 @@ class LoaderPace:
     A step is counted with the CPU time that it had at most: other processes may have delayed it.
 
     Args:
-        is_taken: whether KV is loaded from tiers, which has a share of its own: then the loader gets nothing.
+        is_taken: whether KV is loaded from tiers, which has a tenth of its own: then the loader gets nothing.
         cpu_clock: seconds of all cores that this process has had.
     """
 
@@ -110,7 +110,7 @@ class LoaderThread:
 
     @property
     def waited(self) -> float:
-        """Seconds that the load whose thread asks has waited for its pace: no tenant pays for them."""
+        """Seconds that the load whose thread asks has waited for its pace: they cost no tenant anything."""
         return self._waited
 
     def submit(self, load: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ One thread loads all adapters, and memory has few places for them.  So loads are
                (the mean of the last loads) is charged when it begins, and corrected when it ends
     payer      the account of the request that causes the load; requests that find the adapter loaded pay nothing
     eviction   of the adapters that were asked for within a minute, one whose account has the most leaves first, and
-               those that the operator has loaded leave last.  An account with adapters in memory takes a place of its
+               what the operator has loaded leaves last.  An account with adapters in memory takes a place of its
                own, or of one that has more; another one only after the patience of `AdapterTable`
 
 So a tenant that names adapters without end spends its own share on them, in memory, too.
