@@ -36,7 +36,7 @@ class LoaderPace:
     A step is counted with the CPU time that it had at most: other processes may have delayed it.
 
     Args:
-        is_taken: whether KV is loaded from tiers, which has a tenth of its own: then the loader gets nothing.
+        is_taken: whether KV is loaded from tiers, which has 0.06 of a core for itself: then the loader gets nothing.
         cpu_clock: seconds of all cores that this process has had.
     """
 
