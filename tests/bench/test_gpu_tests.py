@@ -63,7 +63,7 @@ def test_all_files_are_collected_without_our_plugins(tmp_path: Path) -> None:
 def test_without_msgspec_they_say_what_to_do(tmp_path: Path) -> None:
     done = collect(tmp_path, "msgspec")
     assert done.returncode == 4
-    assert "msgspec not found; pip install --target DIR msgspec" in done.stdout + done.stderr
+    assert "pip install --target DIR msgspec" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
