@@ -142,8 +142,10 @@ def test_a_disk_that_is_full_or_can_only_be_read_or_is_gone_fails_no_request(
                         n: expected[n] for n in range(seed, seed + 3)
                     }
             wait_for(lambda: count(triton, "small", "inflight_kv_tier_errors_total"))  # it was full
-            for _ in range(_ATTEMPTS):
-                assert say(triton, "small", *range(SEEDS)) == everything
+            assert say(triton, "small", *range(SEEDS)) == everything
+            # There and back: in a round that is longer than the disk, each conversation would leave before it returns.
+            for seed in [*range(SEEDS), *reversed(range(SEEDS))] * _ATTEMPTS:
+                assert say(triton, "small", seed) == {seed: expected[seed]}
                 if count(triton, "small", "vllm:external_prefix_cache_hits_total"):
                     break
             assert count(triton, "small", "vllm:external_prefix_cache_hits_total"), "what fits is still used"
