@@ -108,8 +108,9 @@ struct Item {
   int32_t num_queries;
   int32_t first_chunk;
   int32_t num_chunks;
-  int32_t split;  // index of the Split that this item belongs to; -1: none
+  int32_t split;  // index of the Split that this item belongs to; -1: none; kShared: those of several requests
 };
+constexpr int32_t kShared = -2;
 
 // Keys that at least one of the queries attends to: [begin, end).
 struct Span {
@@ -125,13 +126,25 @@ inline Span visible_keys(const Call& call, int32_t request, int32_t first_query,
   return {window > 0 && first >= window ? first - window + 1 : 0, first + num_queries};
 }
 
-// Partial results of a split's chunks: `count` slices of `floats` floats, each head by head, for
-// chunks first_chunk .. first_chunk + count.
+// Partial results of a split's chunks: `count` slices of `floats` floats, each head by head from first_head on, for
+// chunks first_chunk .. first_chunk + count.  The first slice may include all chunks before its own.
 struct Partials {
   float* data;
   int64_t floats;
   int32_t first_chunk;
   int32_t count;
+  int32_t first_head;
+};
+
+// A query of an item whose keys several requests have in common (Item::first_query counts these, and its chunks lie
+// before the first new token of each): the token in the batch; its number among the queries of its request, which
+// are `num_queries`, with the split that collects their results.
+struct SharedQuery {
+  int32_t token;
+  int32_t query;
+  int32_t num_queries;
+  int32_t split;
+  const Partials* partials;
 };
 
 inline int64_t padded(int64_t value, int64_t unit) { return (value + unit - 1) / unit * unit; }
@@ -148,6 +161,7 @@ struct AttentionKernels {
   const char* name;
   size_t (*scratch_bytes)(const Call& call, int32_t num_queries, int32_t num_heads);
   void (*attend)(const Call& call, const Item& item, char* scratch, const Partials* partials);
+  void (*attend_shared)(const Call& call, const Item& item, char* scratch, const SharedQuery* queries);
   void (*merge)(const Call& call, const Item& item, char* scratch, const Partials& partials);
   // Tokens begin .. end of the batch, heads first_head .. last_head.
   void (*write)(const Layer& layer, const Batch& batch, const Rows& key, const Rows& value, int64_t begin, int64_t end,

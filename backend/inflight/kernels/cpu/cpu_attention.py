@@ -176,3 +176,8 @@ class CpuAttention:
             torch.get_num_threads(),
         )
         return out
+
+    def keys_read(self, cache: KVCache, batch: CpuBatch, threads: int) -> int:
+        """Keys, times KV heads, that `attend` passes over: those that requests have in common count once a pass."""
+        assert isinstance(cache, CpuKVCache)
+        return library().inflight_attention_keys(cache.address, batch.address, threads)

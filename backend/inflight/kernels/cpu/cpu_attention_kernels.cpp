@@ -47,12 +47,17 @@ class ItemKernel {
   using Elem = typename Op::Elem;
 
  public:
-  ItemKernel(const Call& call, const Item& item, char* scratch)
-      : call_(call), layer_(*call.layer), item_(item), group_(layer_.group_size()), rows_(item.num_queries * group_) {
+  ItemKernel(const Call& call, const Item& item, char* scratch, const SharedQuery* shared)
+      : call_(call),
+        layer_(*call.layer),
+        item_(item),
+        shared_(shared),
+        group_(layer_.group_size()),
+        rows_(item.num_queries * group_) {
     const int32_t* query_start_loc = call.batch->query_start_loc + item.request;
     const int32_t query_len = query_start_loc[1] - query_start_loc[0];
     first_token_ = query_start_loc[0] + item.first_query;
-    first_position_ = call.batch->seq_lens[item.request] - query_len + item.first_query;
+    first_position_ = call.batch->seq_lens[item.request] - query_len + (shared == nullptr ? item.first_query : 0);
     end_position_ = layer_.both_ways ? call.batch->seq_lens[item.request] : 0;
     blocks_ = call.batch->block_table + item.request * call.batch->block_table_stride;
     scale_ = layer_.softcap > 0 ? kLog2e : layer_.scaling * kLog2e;
@@ -85,7 +90,7 @@ class ItemKernel {
       const int begin = chunk * kChunk > span.begin ? chunk * kChunk : span.begin;
       const int end = (chunk + 1) * kChunk < span.end ? (chunk + 1) * kChunk : span.end;
       if (partials != nullptr) {
-        reduce(begin, end, slice(*partials, chunk));
+        reduce(begin, end, slice(*partials, chunk) + (item_.first_head - partials->first_head) * state_floats_);
       } else if (chunk == item_.first_chunk) {
         reduce(begin, end, total_);
       } else {
@@ -95,6 +100,22 @@ class ItemKernel {
     }
     if (partials != nullptr) return;
     for (int head = 0; head < item_.num_heads; ++head) write_out(head, state(total_, head));
+  }
+
+  // Requests with the same first blocks: a pass over their keys for the queries of all, then to each its own rows.
+  void run_shared() {
+    for (int head = 0; head < item_.num_heads; ++head) pack_queries(head);
+    for (int i = 0; i < item_.num_chunks; ++i) {
+      const int chunk = item_.first_chunk + i;
+      float* states = i == 0 ? total_ : part_;
+      reduce(chunk * kChunk, (chunk + 1) * kChunk, states);
+      if (item_.first_chunk > 0) {
+        hand_out(states, chunk);
+      } else if (i > 0) {
+        for (int head = 0; head < item_.num_heads; ++head) add(state(total_, head), state(part_, head));
+      }
+    }
+    if (item_.first_chunk == 0) hand_out(total_, item_.num_chunks - 1);
   }
 
   void merge(const Partials& partials) {
@@ -119,6 +140,28 @@ class ItemKernel {
     return partials.data + (chunk - partials.first_chunk) * partials.floats;
   }
 
+  // Copy the queries' rows to the slices of `chunk` of their requests' partial results.
+  void hand_out(float* states, int chunk) const {
+    const int64_t size = padded_value_size(layer_);
+    for (int query = 0; query < item_.num_queries; ++query) {
+      const SharedQuery& own = shared_[query];
+      const int64_t rows = int64_t(own.num_queries) * group_, floats = partial_floats(layer_, rows);
+      for (int head = 0; head < item_.num_heads; ++head) {
+        const State from = state(states, head);
+        const int64_t at = item_.first_head + head - own.partials->first_head;
+        const State to(slice(*own.partials, chunk) + at * floats, layer_, rows);
+        const int64_t first = query * group_, target = own.query * group_;
+        std::memcpy(to.values + target * size, from.values + first * size, group_ * size * sizeof(float));
+        std::memcpy(to.maximum + target, from.maximum + first, group_ * sizeof(float));
+        std::memcpy(to.sum + target, from.sum + first, group_ * sizeof(float));
+      }
+    }
+  }
+
+  int64_t token_of(int row) const {
+    return shared_ == nullptr ? first_token_ + row / group_ : shared_[row / group_].token;
+  }
+
   // Row r is token r / group of the item and head r % group of the KV head's group.
   int64_t query_head(int kv_head, int row) const { return (item_.first_head + kv_head) * group_ + row % group_; }
 
@@ -129,7 +172,7 @@ class ItemKernel {
       const int block = next_row_block(rows_ - m);
       for (int i = 0; i < block; ++i) {
         if (m + i < rows_) {
-          const int64_t token = first_token_ + (m + i) / group_, head = query_head(kv_head, m + i);
+          const int64_t token = token_of(m + i), head = query_head(kv_head, m + i);
           const char* from = query.data + (token * query.token_stride + head * query.head_stride) *
                                               element_size(query.dtype);
           query_scales_[kv_head * padded_rows(rows_) + m + i] = convert_query(from);
@@ -262,7 +305,7 @@ class ItemKernel {
   // Turn columns begin .. end of a row's scores into weights; the tile starts at key `start`.  Prefetches
   // from ahead[group] + offset.
   void softmax(int row, int start, int begin, int end, const char* const* ahead, int64_t offset, State& state) {
-    const int position = first_position_ + row / group_;
+    const int position = shared_ == nullptr ? first_position_ + row / group_ : first_position_;
     const int behind = (layer_.both_ways ? end_position_ : position + 1) - start;
     const int before = layer_.sliding_window > 0 ? behind - layer_.sliding_window : 0;
     const int first = before > begin ? before : begin, last = behind < end ? behind : end;
@@ -351,6 +394,7 @@ class ItemKernel {
   const Call& call_;
   const Layer& layer_;
   const Item& item_;
+  const SharedQuery* shared_;  // of an item with queries of several requests
   const int group_, rows_;
   int first_token_, first_position_, end_position_;
   const int32_t* blocks_;
@@ -364,43 +408,47 @@ class ItemKernel {
 
 // Call `function` with the item's kernel for the dtypes of pool and query.
 template <class Function>
-void with_kernel(const Call& call, const Item& item, char* scratch, Function function) {
+void with_kernel(const Call& call, const Item& item, char* scratch, const SharedQuery* shared, Function function) {
   switch (call.layer->dtype) {
-    case kFloat32: function(ItemKernel<Float32>(call, item, scratch)); return;
-    case kFloat16: function(ItemKernel<Float16>(call, item, scratch)); return;
+    case kFloat32: function(ItemKernel<Float32>(call, item, scratch, shared)); return;
+    case kFloat16: function(ItemKernel<Float16>(call, item, scratch, shared)); return;
     case kInt8:
 #if defined(__AVX2__)
       // A float32 model computes in float32.
       if (call.query.dtype != kFloat32) {
-        function(ItemKernel<Int8Dot>(call, item, scratch));
+        function(ItemKernel<Int8Dot>(call, item, scratch, shared));
         return;
       }
 #endif
-      function(ItemKernel<Int8>(call, item, scratch));
+      function(ItemKernel<Int8>(call, item, scratch, shared));
       return;
   }
 #if defined(__AVX512BF16__)
   if (call.query.dtype == kBfloat16) {
-    function(ItemKernel<Bfloat16Dot>(call, item, scratch));
+    function(ItemKernel<Bfloat16Dot>(call, item, scratch, shared));
     return;
   }
 #endif
-  function(ItemKernel<Bfloat16>(call, item, scratch));
+  function(ItemKernel<Bfloat16>(call, item, scratch, shared));
 }
 
 size_t scratch_bytes(const Call& call, int32_t num_queries, int32_t num_heads) {
   const Item item = {0, 0, num_heads, 0, num_queries, 0, 0, -1};
   size_t result = 0;
-  with_kernel(call, item, nullptr, [&](auto kernel) { result = reinterpret_cast<size_t>(kernel.scratch_end()); });
+  with_kernel(call, item, nullptr, nullptr, [&](auto kernel) { result = reinterpret_cast<size_t>(kernel.scratch_end()); });
   return result;
 }
 
 void attend(const Call& call, const Item& item, char* scratch, const Partials* partials) {
-  with_kernel(call, item, scratch, [&](auto kernel) { kernel.run(partials); });
+  with_kernel(call, item, scratch, nullptr, [&](auto kernel) { kernel.run(partials); });
+}
+
+void attend_shared(const Call& call, const Item& item, char* scratch, const SharedQuery* queries) {
+  with_kernel(call, item, scratch, queries, [&](auto kernel) { kernel.run_shared(); });
 }
 
 void merge(const Call& call, const Item& item, char* scratch, const Partials& partials) {
-  with_kernel(call, item, scratch, [&](auto kernel) { kernel.merge(partials); });
+  with_kernel(call, item, scratch, nullptr, [&](auto kernel) { kernel.merge(partials); });
 }
 
 }  // namespace
@@ -408,7 +456,8 @@ void merge(const Call& call, const Item& item, char* scratch, const Partials& pa
 #define INFLIGHT_STRING_(x) #x
 #define INFLIGHT_STRING(x) INFLIGHT_STRING_(x)
 extern const AttentionKernels attention_kernels;
-const AttentionKernels attention_kernels = {INFLIGHT_STRING(INFLIGHT_ISA), scratch_bytes, attend, merge, write};
+const AttentionKernels attention_kernels = {INFLIGHT_STRING(INFLIGHT_ISA), scratch_bytes, attend, attend_shared,
+                                            merge, write};
 
 }  // namespace INFLIGHT_ISA
 }  // namespace inflight

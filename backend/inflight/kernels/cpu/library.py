@@ -42,7 +42,7 @@ _FORKED = (
     'product would wait for them for ever; start it with multiprocessing\'s "spawn" method'
 )
 
-ABI = 12  # of cpu_library.cpp
+ABI = 13  # of cpu_library.cpp
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SLACK = 64  # bytes that kernels may read past the end of an allocation
 _REBUILD = "run `python -m inflight.kernels.cpu.build`"
@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "inflight_map_pages": ([c_void_p, c_void_p, c_int64, c_void_p], None),
     "inflight_attention_write": ([c_void_p, c_void_p, *_ROWS, *_ROWS, c_int32, c_int32], None),
     "inflight_attention_attend": ([c_void_p, c_void_p, *_ROWS, c_int32, c_void_p, c_void_p, c_int32], None),
+    "inflight_attention_keys": ([c_void_p, c_void_p, c_int32], c_int64),
     "inflight_ops_packed_bytes": ([c_void_p], c_int64),
     "inflight_ops_pack": ([c_void_p, c_void_p, c_int32], None),
     "inflight_ops_unpack": ([c_void_p, c_void_p, c_int32], None),
