@@ -41,6 +41,24 @@ def test_of_a_running_request_only_whole_extents_are_kept():
     assert len(store.extents) == 60 // 16 and len(sizes) == 1
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_prompt_is_about_to_be_kept_before_its_first_token_leaves_the_engine(asynchronous):
+    """So another engine that continues it need not ask twice: chunk by chunk, beside another one, and aborted then."""
+    rig = rig_of(MemoryStore(), extent_blocks=2, max_num_batched_tokens=16, async_scheduling=asynchronous)
+    add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
+    add(rig.core, 1, PROMPT[1:], max_tokens=20, ignore_eos=True)
+    for request_id, prompt in enumerate((PROMPT[:8], PROMPT[1:])):
+        while not rig.outputs.get((request_id, 0)):
+            rig.step()
+        tier, key_of = rig.tiers.tiers[0], rig.tiers.seal.key_of
+        due = tier.queued | {key_of(block_hash) for block_hash in rig.tiers.coming()}
+        keys = list(rig.payloads(prompt))[1::2]
+        assert len(keys) == len(prompt) // 8 and due >= {*keys}
+    rig.core.abort(1)
+    rig.run()
+    assert rig.tiers.tiers[0]._store.extents.keys() >= {*keys}
+
+
 def test_what_a_running_request_has_computed_is_kept_before_it_ends():
     store = MemoryStore()
     rig = rig_of(store)
@@ -138,7 +156,7 @@ def test_a_preempted_request_leaves_its_whole_extents_and_no_part(status, num_ke
 def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
     rig = rig_of(MemoryStore(), async_scheduling=False)
     add(rig.core, 0, PROMPT[:9], max_tokens=20, ignore_eos=True)
-    while len(rig.outputs.get((0, 0), [])) < 3:
+    while len(rig.outputs.get((0, 0), [])) < 5:
         rig.step()
     rig.hand.run(99)
     rig.core.abort(0)
