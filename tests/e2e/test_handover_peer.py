@@ -278,15 +278,19 @@ async def test_an_engine_that_dies_within_an_answer_asks_the_other_again(
 ) -> None:
     with front([decoding], "--prefill-triton", prefill.grpc_address, "--handover", "64") as both:
         await send_until(http, both, "handed_over", 700_000)
-        for seed in range(7000, 7003):
+        seed, taken = 7000, 0.0
+        while seed < 7003 or not taken:
+            seed += 1
             answer = asked(both, seed, **LONG)
             engine = engine_process(decoding, MODEL)
             with slowed(engine):
                 reading = asyncio.create_task(answer.read(http))
                 await until(lambda: len(answer.events) >= BEGUN)  # noqa: B023
                 assert not answer.ended_well
+                before = hits(decoding)
                 engine.kill()
             (choices, _) = await reading
+            taken += hits(decoding) - before
             assert (choices[0]["token_ids"], choices[0]["text"]) == said(decoding, seed, **LONG)
     await nothing_is_left(prefill, decoding)
 
@@ -316,12 +320,13 @@ async def test_a_server_that_dies_within_an_answer_has_another_continue_it_or_th
         assert (choices[0]["token_ids"], choices[0]["text"]) == said(decoding, 8000, **LONG)
         with pytest.raises(AssertionError):
             await reading[0]
-        print(answers[0].events[-1])
+        unreachable = "upstream_unreachable", f"cannot reach {doomed.grpc_address} by gRPC: "
+        assert_error(answers[0].events[-1], *unreachable)
         assert metric(two, "inflight_gateway_resumed_streams_total") == 1
         assert metric(one, "inflight_gateway_broken_streams_total") == 1
         response = await http.post(f"{one}/v1/completions", json=asked(one, 8001).body)
         assert response.status_code == 503, response.text
-        print(response.text)
+        assert_error(response.json(), *unreachable)
     await nothing_is_left(prefill, decoding)
 
 
@@ -346,6 +351,10 @@ def another_checkpoint(folder: Path) -> Path:
         weights = {name: tensor * 2 if "norm" in name else tensor for name, tensor in weights.items()}
         save_file(weights, made / "model.safetensors", {"format": "pt"})
     return made
+
+
+def assert_error(body: dict[str, Any], code: str, beginning: str) -> None:
+    assert body["error"]["code"] == code and body["error"]["message"].startswith(beginning), body
 
 
 async def nothing_is_left(*servers: TritonServer) -> None:
