@@ -121,7 +121,7 @@ def hits(server: TritonServer) -> float:
 
 
 def said(server: TritonServer, seed: int, length: int = LENGTH, **more: Any) -> tuple[list[int], str]:
-    """The answer of one server to a prompt whose KV nobody has."""
+    """The answer of one server, without cached KV."""
     with Client(server.grpc_address, model=MODEL) as client:
         params = {"temperature": 0.0, **SHORT, **more}
         result = client.generate(input_ids=conversation(seed, length), cache_salt="alone", **params)
@@ -358,7 +358,7 @@ def assert_error(body: dict[str, Any], code: str, beginning: str) -> None:
 
 
 async def nothing_is_left(*servers: TritonServer) -> None:
-    """All blocks are free or cached: those of requests, and those that loads had reserved."""
+    """All blocks are free or cached, the reserved ones of loads, too."""
     for server in servers:
         with Client(server.grpc_address, model=MODEL) as client:
             await until(lambda: not json.loads(client.control("stats"))["frontend"]["open_requests"])

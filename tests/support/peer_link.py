@@ -1,4 +1,4 @@
-"""What is between an engine that reads and the one that is read: it can be struck in the middle of an answer."""
+"""A forwarder between an engine that reads and the one that is read: a test can strike within an answer."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ def test_a_medium_that_cannot_be_written_is_read():
 
 
 def stats_while_idle(rig: TieredRig) -> list[StepStats]:
-    """What the frontend is told of an engine without requests, whose tiers' threads go on after the first second."""
+    """The messages to the frontend of an idle engine, whose tiers' threads go on after the first second."""
     told, idle = list[StepStats](), 0
 
     def sent(frame: bytes) -> None:
