@@ -74,9 +74,9 @@ def decoding(triton: TritonServer, link: PeerLink, secrets: list[str]) -> Iterat
         yield triton
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def neighbour(guarded: TritonServer, link: PeerLink, secrets: list[str]) -> Iterator[TritonServer]:
-    """A server of other modules that computes prompts."""
+    """A server of other modules that computes prompts; then `prefill` gets its port."""
     with loaded(guarded, **{MODEL: giver(link, secrets)}):
         yield guarded
 
@@ -160,11 +160,13 @@ async def test_answers_of_every_kind_equal_those_of_one_server(
     decoding: TritonServer, prefill: TritonServer, http: httpx.AsyncClient
 ) -> None:
     with fronts(decoding, prefill) as (alone, both):
+        before = hits(decoding)
         for seed in range(10):
             await check_answers(http, both, alone, seed, seed % 3 == 2)
         # Of 80 and 10: on a busy machine a prompt can be late, and then some others are not handed over.
         assert outcomes(both, "handed_over") >= 40 and outcomes(both, "ended") >= 2
         assert not outcomes(both, "failed") and not count(decoding, "inflight_kv_tier_errors_total")
+        assert hits(decoding) > before
 
 
 @nightly
