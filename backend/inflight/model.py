@@ -112,6 +112,7 @@ class TritonPythonModel:
             f"{args['model_name']}: {ready.dtype} on {ready.device}, max_model_len={ready.max_model_len}, "
             f"{ready.num_blocks} KV blocks of {ready.block_size} tokens, loaded in {ready.load_seconds:.1f} s",
         )
+        content = checkpoint_id(config.model, config.revision)
         parser = RequestParser(
             config,
             tokenizer,
@@ -122,11 +123,12 @@ class TritonPythonModel:
             number,
             ready.pooler.generates,
             self._adapters.registry,
+            content,
         )
         prompts = PooledPrompts(ready.pooler, tokenizer, ready.max_model_len, ready.vocab_size, most_inputs(config))
         pooled_reader = PooledRequestReader(parser, prompts, args["model_name"])
         self._tokenize_api = TokenizeApi(
-            facts(checkpoint_id(config.model, config.revision), ready, self._chat, tokenizer),
+            facts(content, ready, self._chat, tokenizer),
             tokenizer_info(config.tokenizer_source, config.tokenizer_source_revision, self._chat.text),
             tokenizer,
             parser.prompts,

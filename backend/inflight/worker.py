@@ -53,7 +53,6 @@ from inflight.engine.messages import (
 from inflight.engine.operator_stats import engine_stats
 from inflight.engine.request_times import make_request_times
 from inflight.engine.sampling_params import SamplingParams
-from inflight.engine.step import SchedulerOutput
 from inflight.engine.step_trace import StepTrace, make_trace
 from inflight.fork_server import serve_forks
 from inflight.grammars.demand import share_demand
@@ -160,7 +159,7 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
                 sender, message = inbox.get(timeout=_IDLE_BEAT_SECONDS)
             except Empty:
                 _warm_up_grammars(core)
-                frontends.send_idle(core.stats(SchedulerOutput(), 0.0))
+                frontends.send_idle(core.step().stats)  # an empty step: blocks return whose loads ended after the last
                 continue
             if isinstance(message, AddRequest):
                 heartbeat.adding(message.request_id)

@@ -156,6 +156,7 @@ class GenerationRequest:
         return_log_probs: ask for the log probability of each token, as a number.
         return_adapter_digest: ask for the content of the adapter.
         adapter_digest: the content that the adapter must have.
+        return_checkpoint_id: ask which checkpoint computes the output.
         resume_token_ids: one list per sequence, None for one that has ended.
         Others: as in `RequestOptions`.
     """
@@ -181,6 +182,7 @@ class GenerationRequest:
     return_log_probs: bool = False
     return_adapter_digest: bool = False
     adapter_digest: str | None = None
+    return_checkpoint_id: bool = False
     resume_token_ids: list[list[int] | None] | None = None
     resume_cumulative_logprob: list[float] | None = None
     trace_headers: dict[str, str] = field(default_factory=dict)

@@ -68,6 +68,7 @@ class StreamChunk:
         num_cached_tokens: prompt tokens from the prefix cache, if requested.
         prompt_logprobs: one entry per prompt token, on the first chunk, if requested.
         elapsed: seconds since the request was first sent.
+        checkpoint_id: of the checkpoint that computes the output, if requested.
     """
 
     choices: list[ChoiceDelta]
@@ -75,6 +76,7 @@ class StreamChunk:
     num_cached_tokens: int | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     elapsed: float = 0.0
+    checkpoint_id: str | None = None
 
     @property
     def text(self) -> str:

@@ -76,6 +76,8 @@ def _fields(request: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     yield from _scheduling_fields(request)
     if request.return_log_probs:
         yield "return_log_probs", "BOOL", True
+    if request.return_checkpoint_id:
+        yield "return_checkpoint_id", "BOOL", True
     if request.resume_token_ids is not None:
         yield "resume_token_ids", "INT64", [i for ids in request.resume_token_ids for i in ids or []]
         yield "resume_token_counts", "INT32", [-1 if ids is None else len(ids) for ids in request.resume_token_ids]
@@ -284,12 +286,13 @@ def chunk_of(columns: Columns, n: int) -> StreamChunk | None:
     if count > n:
         raise ServerError(f"the server sent {count} sequences, but {n} were requested")
     prompt, cached = columns.get("prompt_logprobs"), columns.get("num_cached_tokens")
-    num_input_tokens = columns.get("num_input_tokens")
+    num_input_tokens, checkpoint = columns.get("num_input_tokens"), columns.get("checkpoint_id")
     return StreamChunk(
         [_only_delta(columns, texts[0])] if count == 1 else _deltas(columns, texts),
         num_input_tokens[0] if num_input_tokens else None,
         cached[0] if cached else None,
         _logprobs(prompt[0]) if prompt else None,
+        checkpoint_id=checkpoint[0] if checkpoint else None,
     )
 
 

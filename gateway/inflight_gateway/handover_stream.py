@@ -213,12 +213,21 @@ class HandoverStream:
         if not _is_same(model, await prefill.facts(model.name), self.request.adapter):
             raise _Mismatch
         self._check_cancelled()
-        sent = time.monotonic()
-        self._stream = stream = prefill.upstream.send(self.request.changed(stream=True, timeout=self._left()))
+        sent, says_checkpoint = time.monotonic(), _says_checkpoint(model)
+        asked = self.request.changed(stream=True, timeout=self._left(), return_checkpoint_id=says_checkpoint)
+        self._stream = stream = prefill.upstream.send(asked)
         async for chunk in stream:
             if not chunk.choices[0].num_tokens and chunk.finish_reason is None:
                 continue
-            rest = stream.rest()
+            took = time.monotonic() - sent
+            if chunk.finish_reason is not None:  # a cancellation that crosses the end can crash tritonserver 24.10
+                with contextlib.suppress(InflightError):  # the answer is complete
+                    async for _ in stream:
+                        pass
+                self._stream = None
+            if says_checkpoint and chunk.checkpoint_id != model.info["checkpoint_id"]:
+                raise _Mismatch  # it was loaded since it told what it serves
+            rest = stream.rest().changed(return_checkpoint_id=False)
             if chunk.finish_reason is None:
                 if rest.resume_token_ids is None:  # nothing that another server can continue
                     raise _Mismatch
@@ -226,12 +235,8 @@ class HandoverStream:
                     raise _Mismatch
             computed = (chunk.num_input_tokens or self._prompt.tokens) - (chunk.num_cached_tokens or 0)
             if computed >= LEAST_TOKENS:
-                self._costs.prefill.add(time.monotonic(), (time.monotonic() - sent) / computed)
+                self._costs.prefill.add(time.monotonic(), took / computed)
             if chunk.finish_reason is not None:
-                with contextlib.suppress(InflightError):  # the answer is complete
-                    async for _ in stream:  # a cancellation that crosses the end can crash tritonserver 24.10
-                        pass
-                self._stream = None
                 return chunk, None
             return chunk, rest.changed(stream=self.request.stream, return_token_ids=self.request.return_token_ids)
         raise InflightError("its stream ended without a token")
@@ -260,6 +265,11 @@ class HandoverStream:
     def _check_cancelled(self) -> None:
         if self._cancelled:
             raise RequestCancelledError("the request was cancelled by this client")
+
+
+def _says_checkpoint(model: ServedModel) -> bool:
+    """Whether each response can name its checkpoint: a `config.pbtxt` of an older release lists no such tensors."""
+    return "return_checkpoint_id" in model.inputs and "checkpoint_id" in model.outputs
 
 
 def _is_same(model: ServedModel, other: Mapping[str, Any], adapter: str | None) -> bool:

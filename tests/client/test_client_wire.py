@@ -120,7 +120,7 @@ def test_without_token_ids_the_counts_are_requested() -> None:
     assert "return_token_ids" not in body and "timeout" not in body
 
 
-@pytest.mark.parametrize("flag", ["return_num_cached_tokens", "return_stop_reason"])
+@pytest.mark.parametrize("flag", ["return_num_cached_tokens", "return_stop_reason", "return_checkpoint_id"])
 def test_flags_of_newer_releases_are_sent_only_if_asked_for(flag: str) -> None:
     """A server of an older release lacks these inputs."""
     plain, asking = (GenerationRequest(model="m", prompt="p", **asks) for asks in ({}, {flag: True}))  # type: ignore[arg-type]
@@ -205,6 +205,7 @@ def test_all_outputs_are_typed() -> None:
                 cumulative_logprob=np.array([-0.25], dtype=np.float32),
                 logprobs=[json.dumps(entry)],
                 prompt_logprobs=[json.dumps([None, *entry])],
+                checkpoint_id=["c0ffee"],
             )
         ),
         1,
@@ -212,7 +213,7 @@ def test_all_outputs_are_typed() -> None:
     assert chunk is not None
     delta = chunk.choices[0]
     logprobs = {11: Logprob(-0.25, 1, "a"), 5: Logprob(-2.0, 2, None)}
-    assert chunk.num_cached_tokens == 2
+    assert chunk.num_cached_tokens == 2 and chunk.checkpoint_id == "c0ffee"
     assert (chunk.num_input_tokens, delta.finish_reason, delta.cumulative_logprob) == (3, "stop", -0.25)
     assert delta.logprobs == [logprobs] and delta.stop_reason == "a"
     assert chunk.prompt_logprobs == [None, logprobs]

@@ -49,6 +49,7 @@ GROUPS = {
         "gguf_reload",
         "grouping",
         "handover",
+        "handover_peer",
         "kept_chats",
         "kept_weights",
         "kubernetes",

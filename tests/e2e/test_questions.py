@@ -15,6 +15,7 @@ from processes_of import engine_processes
 
 import inflight
 from inflight_client import AsyncClient, Client, InvalidRequestError
+from inflight_client.request import GenerationRequest
 from inflight_tools.launcher import TritonServer
 
 CHAT = [{"role": "user", "content": "héllo"}, {"role": "assistant", "content": "Return the "}]
@@ -111,6 +112,13 @@ def test_facts_about_the_model(client: Client, tokenizer: Any) -> None:
         "labels": [],
         "adapters": None,
     }
+
+
+def test_each_response_names_its_checkpoint_if_it_is_asked_to(client: Client) -> None:
+    for asks, named in [(True, client.model_info()["checkpoint_id"]), (False, None)]:
+        request = GenerationRequest("demo", prompt="a", sampling={"max_tokens": 5}, return_checkpoint_id=asks)
+        chunks = list(client.send(request))
+        assert {chunk.checkpoint_id for chunk in chunks if chunk.choices[0].num_tokens} == {named}
 
 
 def test_long_texts_are_answered_by_threads(client: Client, tokenizer: Any) -> None:

@@ -191,9 +191,10 @@ class Frontends:
             leads = False
 
     def send_idle(self, stats: StepStats) -> None:
-        """Tell the leading frontend what KV tiers have done since the last step: their writes end after it."""
-        told = None if self._last_stats is None else self._last_stats.kv_tiers
-        if self._connected and stats.kv_tiers != told:
+        """Tell the leading frontend what KV tiers have done since the last step: reads and writes end after it."""
+        last = self._last_stats
+        told = (None, stats.blocks_free) if last is None else (last.kv_tiers, last.blocks_free)
+        if self._connected and (stats.kv_tiers, stats.blocks_free) != told:
             self.send_step(StepMessage([], stats))
 
 

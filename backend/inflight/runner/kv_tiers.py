@@ -49,7 +49,7 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
         count[options.type] += 1
         name = options.type if count[options.type] == 1 else f"{options.type}-{count[options.type]}"
         keeps = "none" if options.type == "peer" else options.write
-        tiers.append(Tier(name, store, seal, TierThreads, keeps, is_shared=options.type != "host"))
+        tiers.append(Tier(name, store, seal, TierThreads, keeps, is_shared=options.type not in ("host", "peer")))
     if loaded.device.type == "cpu":
         made = Tiers(tiers, PoolBlocks(caches), seal)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,10 @@ from peer_rig import wait_until_it_listens
 from redis_rig import free_port
 
 from inflight import LLM, SamplingParams
+from inflight.engine.attached import Attached
+from inflight.engine.messages import AddRequest
 from inflight.engine.policies import tier_admission
+from inflight.engine.sampling_params import SamplingParams as EngineParams
 
 LENGTH = 150  # tokens; an extent has 64
 
@@ -81,6 +85,40 @@ def test_the_second_engine_continues_what_the_first_has_just_computed(
             [([answer], cached)] = said(taker, [*prompt(seed), *token])
             assert [[*token, *answer]] == greedy_reference(folder, [prompt(seed)], [13])
             assert cached == 148, "the full blocks"
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_an_answer_that_goes_on_is_continued_with_the_whole_prompt_at_the_first_question(
+    folder: str, port: int, async_scheduling: bool
+) -> None:
+    """The first engine has yielded one token, and its request still runs, as in a handover."""
+    with first(folder, port, async_scheduling=async_scheduling) as giver, second(folder, port) as taker:
+        assert not taker.core.info.tiers.tiers[0].is_shared, "it is asked once"
+        sampling = EngineParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        giver.core.add_request(AddRequest(7, prompt(), sampling))
+        while not (deltas := giver.core.step().deltas):
+            pass
+        over = threading.Event()
+        goes_on = threading.Thread(target=lambda: [giver.core.step() for _ in iter(over.is_set, True)])
+        goes_on.start()
+        try:
+            rest = AddRequest(
+                8,
+                prompt(),
+                EngineParams(temperature=0.0, max_tokens=12, ignore_eos=True),
+                output_token_ids=[deltas[0].token_ids],
+                attached=Attached(resumed=True),
+            )
+            taker.core.add_request(rest)
+            answer: list[int] = []
+            while taker.core.has_work:
+                for delta in taker.core.step().deltas:
+                    answer += delta.token_ids
+        finally:
+            over.set()
+            goes_on.join()
+        assert [[*deltas[0].token_ids, *answer]] == greedy_reference(folder, [prompt()], [12])
+        assert taker.core.info.tiers.num_hits == 128, "both whole extents"
 
 
 @pytest.mark.nightly

@@ -1,7 +1,8 @@
 """Requests start once their KV has come from a tier, where that is faster than computing it.  No torch.
 
     asked once            extents behind the cached prefix: which tier seems to have them?
-    asked again           where another server began the answer, whose KV may still be on its way: for half a second
+    asked again           where another server has just begun the answer, whose KV may still be on its way: for half a
+                          second; a peer is not, since it tells what is on its way
     while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
@@ -36,6 +37,7 @@ _LONGEST_WAIT = 60.0
 _MOST_WAITING = 64  # requests; `HeldRequests` takes 256 of all kinds
 _OTHER_WAIT_SECONDS = 15.0  # before a request fails that was held for something else, it starts
 _AGAIN, _MOST_AGAIN = 0.1, 0.5  # of the time to compute, and seconds, in which the rest of an answer asks again
+_JUST_BEGUN = 16  # tokens: an engine stores a prompt's KV with the first one
 _AGAIN_EVERY = 0.02  # seconds after the first answer; twice as many after each further one
 _EVERY = 8  # of the steps without prompts are learned from
 
@@ -202,6 +204,7 @@ class TierAdmission(EngineListener):
         """The first look at all tiers; whether it is over."""
         visit.has_looked = self._has_answers(visit, request)
         is_rest = request.attached is not None and request.attached.resumed and not request.num_preemptions
+        is_rest = is_rest and request.num_given_tokens - request.num_prompt_tokens <= _JUST_BEGUN
         if visit.has_looked and is_rest and self._may_find_more(visit):
             now, seconds = self._loads.clock(), self._compute_seconds(visit.stop, visit.num_blocks)
             visit.again, visit.next_look = now + min(_AGAIN * seconds, _MOST_AGAIN), now + visit.pause

@@ -37,7 +37,7 @@ class EngineTier(Protocol):
     """A tier as the engine's thread sees it, which never waits for a store.  Docstrings: `Tier`.
 
     Attributes:
-        is_shared: others write to its store, too.
+        is_shared: others write to its store, too, and it cannot tell what they are about to write.
         extent_cpu_seconds: of a core that an extent takes to be read, smoothed.
     """
 

@@ -63,7 +63,7 @@ class Tier:
         keeps: "second": an extent only when it is computed for the second time; "none": it is only read.
         clock: seconds.
         cpu_clock: seconds of a core that the calling thread has had.
-        is_shared: others write to its store, too.
+        is_shared: others write to its store, too, and it cannot tell what they are about to write.
 
     Attributes:
         errors: why a store failed -> how often.

@@ -32,7 +32,8 @@ class _Computed(NamedTuple):
 class TierWriter(EngineListener):
     """Follows requests that have yielded a token or vector: until then nothing says that their KV is sound.
 
-    The KV of a running request is kept while it runs, so that the next engine finds it if this one dies.
+    The KV of a running request is kept while it runs, so that the next engine finds it if this one dies.  That of its
+    prompt is in `Tiers.coming` before its first token leaves the engine: another one that continues it can ask then.
     Drafts are not kept, since their tokens are not the request's.
     """
 
@@ -43,6 +44,7 @@ class TierWriter(EngineListener):
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at
         self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
+        self._silent: set[Request] = set()  # those of them that have yielded no token yet
         self._computed: deque[_Computed] = deque()
         self._num_made = self._num_done = 0
         tiers.coming = lambda: [one.block_hash for one in list(self._computed)]
@@ -50,6 +52,7 @@ class TierWriter(EngineListener):
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
             self._num_kept[request], self._num_found[request] = 0, request.num_computed_tokens
+            self._silent.add(request)
 
     def step_begins(self, running: Sequence[Request]) -> None:
         if self._num_made % _EVERY == 0:
@@ -57,11 +60,18 @@ class TierWriter(EngineListener):
                 if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
                     self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
 
+    def _look_at_prompts(self) -> None:
+        """Of requests that have just yielded their first token."""
+        for request in [one for one in self._silent if one.num_tokens > one.num_given_tokens]:
+            self._silent.remove(request)
+            self._num_kept[request] = self._look_at(request, self._num_kept[request], self._extent_blocks)
+
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
         if num_kept is not None:
             self._look_at(request, num_kept, self._tiers.part_blocks)
             del self._num_found[request]
+            self._silent.discard(request)
 
     def ended(self, request: Request) -> None:
         self._send()
@@ -73,6 +83,8 @@ class TierWriter(EngineListener):
         self._num_done += 1
         if step.result.failure or step.result.row_failures:  # its blocks were not computed, and others may share them
             self._computed.clear()
+        else:
+            self._look_at_prompts()
         self._send()
 
     step_failed = step_done

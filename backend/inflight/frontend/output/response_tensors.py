@@ -293,6 +293,8 @@ def response_outputs(
         outputs["num_cached_tokens"] = np.array([num_cached_tokens or 0], dtype=np.uint32)
     if "return_lora_digest" in returns and request.adapter is not None:
         outputs["lora_digest"] = _texts([request.adapter.ref.id])
+    if "return_checkpoint_id" in returns and request.checkpoint_id is not None:
+        outputs["checkpoint_id"] = _texts([request.checkpoint_id])
     if prompt_logprobs is not None:
         outputs["prompt_logprobs"] = _texts([joined_texts(prompt_logprobs)])
     if request.separate:

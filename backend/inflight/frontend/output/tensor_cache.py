@@ -13,7 +13,7 @@ __all__ = ["TensorCache"]
 _REPEATED = frozenset(
     {
         *("finish_reason", "stop_reason", "num_output_tokens", "token_counts"),
-        *("num_input_tokens", "num_cached_tokens", "sequence_index", "batch_index", "lora_digest"),
+        *("num_input_tokens", "num_cached_tokens", "sequence_index", "batch_index", "lora_digest", "checkpoint_id"),
     }
 )
 _MAX_TENSORS = 256

@@ -60,6 +60,7 @@ RETURN_FLAGS = (
     "return_prompt_logprobs",
     "return_log_probs",
     "return_lora_digest",
+    "return_checkpoint_id",
 )
 SCHEDULING = ("request_priority", "tenant", "cache_salt")
 ADAPTER = ("lora_name", "lora_task_id", "lora_id", "lora_digest")
@@ -93,7 +94,7 @@ OUTPUTS: tuple[TensorSpec, ...] = (
     *_specs("TYPE_FP32", _TABLE, "pooled"),
     *_specs("TYPE_INT32", _ANY, "pooled_token_counts"),
     *_specs("TYPE_STRING", _ANY, "labels"),
-    *_specs("TYPE_STRING", _ONE, "lora_digest"),
+    *_specs("TYPE_STRING", _ONE, "lora_digest", "checkpoint_id"),
 )
 
 # Request parameters that Triton, its clients and proxies add: never sampling keys.  Triton's

@@ -35,6 +35,7 @@ class ParsedRequest:
         trace: for its span; None: it has none.
         quiet: its cancellation is not logged: it is one of the prompts of a request for vectors, and not the first.
         adapter: the files of its adapter, which stay as long as this object; None: it has none.
+        checkpoint_id: of the checkpoint that computes the output; None: unknown.
     """
 
     engine_request: AddRequest
@@ -51,6 +52,7 @@ class ParsedRequest:
     trace: RequestTrace | None = None
     quiet: bool = False
     adapter: KeptAdapter | None = None
+    checkpoint_id: str | None = None
 
     def with_id(self, request_id: int) -> ParsedRequest:
         """The same request with the engine's id."""

@@ -46,6 +46,7 @@ class RequestParser:
         number: of this frontend among the frontends of the engine: their seeds differ.
         generates: the checkpoint has a language model head.
         adapters: that requests can choose; None: there are none.
+        checkpoint_id: for `ParsedRequest`.
 
     Attributes:
         prompts: reads prompts.
@@ -63,7 +64,9 @@ class RequestParser:
         number: int = 0,
         generates: bool = True,
         adapters: AdapterRegistry | None = None,
+        checkpoint_id: str | None = None,
     ) -> None:
+        self._checkpoint_id = checkpoint_id
         self._adapters = adapters or AdapterRegistry(False)
         self._config = config
         self._generates = generates
@@ -137,6 +140,7 @@ class RequestParser:
             name=self.limits.check_name("the request id", wire.request_id),
             trace=trace,
             adapter=adapter,
+            checkpoint_id=self._checkpoint_id,
         )
 
     def adapter_of(self, fields: Mapping[str, Any]) -> KeptAdapter | None:

@@ -38,10 +38,13 @@ class CountingStore(MemoryStore):
         return super().find(keys)
 
 
-def add_rest(rig: TieredRig, request_id: int = 0, prompt: list[int] = PROMPT, resumed: bool = True) -> None:
-    """`resumed` False: replayed after the engine process died."""
-    fields: dict[str, Any] = {"output_token_ids": [answer(prompt, 1)], "attached": Attached(resumed=resumed)}
-    add(rig.core, request_id, prompt, {**fields, "replayed": not resumed}, max_tokens=4, ignore_eos=True)
+def add_rest(
+    rig: TieredRig, request_id: int = 0, prompt: list[int] = PROMPT, resumed: bool = True, given: int = 1
+) -> None:
+    """`resumed` False: replayed after the engine process died; it has so many tokens of four or more."""
+    fields: dict[str, Any] = {"output_token_ids": [answer(prompt, given)], "attached": Attached(resumed=resumed)}
+    most = max(4, given + 1)
+    add(rig.core, request_id, prompt, {**fields, "replayed": not resumed}, max_tokens=most, ignore_eos=True)
 
 
 def steps_until_it_starts(rig: TieredRig, limit: int = 3000) -> int:
@@ -77,6 +80,15 @@ def test_it_waits_for_a_tenth_of_the_time_to_compute_and_half_a_second_at_most(a
     with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", a_token):
         add_rest(rig)
         assert shortest <= steps_until_it_starts(rig) <= longest
+
+
+@pytest.mark.parametrize(("given", "waits"), [(1, True), (16, True), (17, False), (22, False)])
+def test_an_answer_that_began_long_ago_waits_for_nothing(given, waits):
+    """As one whose server died: what its engine has of the prompt was stored with the first token."""
+    rig = rig_of(store := CountingStore())
+    add_rest(rig, given=given)
+    assert (steps_until_it_starts(rig) > 100) == waits
+    assert (store.num_finds > 1) == waits
 
 
 def test_a_replayed_request_waits_for_nothing():
@@ -175,6 +187,18 @@ def test_the_engines_thread_waits_for_no_answer_but_the_first(monkeypatch):
         rig.step(99)
     assert store.num_finds >= 2
     assert len(waits) <= 2, "one for the step in which it asks, and one for that in which it reads the answer"
+
+
+def test_a_tier_that_tells_what_is_about_to_come_is_asked_once():
+    """As a peer does: it has nothing, so the rest starts at once, and what comes later is not looked for."""
+    rig = rig_of(store := CountingStore())
+    rig.tiers.tiers[0].is_shared = False
+    add_rest(rig)
+    assert steps_until_it_starts(rig) <= 4
+    store.extents.update(stored().extents)
+    rig.run()
+    assert store.num_finds == 1 and rig.tiers.num_hits == 0
+    assert rig.outputs[0, 0] == answer(PROMPT, 4)[1:]
 
 
 def test_tiers_that_no_other_writes_are_not_asked_again():

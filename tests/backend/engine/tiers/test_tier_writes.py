@@ -16,6 +16,7 @@ from tier_conversations import OPTIONS, PROMPT, answer, num_computed, rig_of, se
 from tiers_rig import ByteRunner, FaultyStore, TieredRig
 
 from inflight import worker
+from inflight.engine.deltas import StepStats
 from inflight.engine.frontend_channels import Frontend, Frontends
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.messages import EngineReady, Shutdown, StepMessage, decode_to_frontend
@@ -39,6 +40,24 @@ def test_of_a_running_request_only_whole_extents_are_kept():
         rig.step(99)
     sizes = {len(extent) for extent in store.extents.values()}
     assert len(store.extents) == 60 // 16 and len(sizes) == 1
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_prompt_is_about_to_be_kept_before_its_first_token_leaves_the_engine(asynchronous):
+    """So another engine that continues it need not ask twice: chunk by chunk, beside another one, and aborted then."""
+    rig = rig_of(MemoryStore(), extent_blocks=2, max_num_batched_tokens=16, async_scheduling=asynchronous)
+    add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
+    add(rig.core, 1, PROMPT[1:], max_tokens=20, ignore_eos=True)
+    for request_id, prompt in enumerate((PROMPT[:8], PROMPT[1:])):
+        while not rig.outputs.get((request_id, 0)):
+            rig.step()
+        tier, key_of = rig.tiers.tiers[0], rig.tiers.seal.key_of
+        due = tier.queued | {key_of(block_hash) for block_hash in rig.tiers.coming()}
+        keys = list(rig.payloads(prompt))[1::2]
+        assert len(keys) == len(prompt) // 8 and due >= {*keys}
+    rig.core.abort(1)
+    rig.run()
+    assert rig.tiers.tiers[0]._store.extents.keys() >= {*keys}
 
 
 def test_what_a_running_request_has_computed_is_kept_before_it_ends():
@@ -138,7 +157,7 @@ def test_a_preempted_request_leaves_its_whole_extents_and_no_part(status, num_ke
 def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
     rig = rig_of(MemoryStore(), async_scheduling=False)
     add(rig.core, 0, PROMPT[:9], max_tokens=20, ignore_eos=True)
-    while len(rig.outputs.get((0, 0), [])) < 3:
+    while len(rig.outputs.get((0, 0), [])) < 5:
         rig.step()
     rig.hand.run(99)
     rig.core.abort(0)
@@ -290,15 +309,14 @@ def test_a_medium_that_cannot_be_written_is_read():
     assert tier.wants(b"key")
 
 
-def test_writes_that_end_after_the_last_step_are_counted_while_the_engine_is_idle():
-    rig = rig_of(MemoryStore())
-    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
-    counted, idle = list[int](), 0
+def stats_while_idle(rig: TieredRig) -> list[StepStats]:
+    """The messages to the frontend of an idle engine, whose tiers' threads go on after the first second."""
+    told, idle = list[StepStats](), 0
 
     def sent(frame: bytes) -> None:
         message: Any = decode_to_frontend(frame)
         if isinstance(message, StepMessage):
-            counted.append(message.stats.kv_tiers.tiers[0].stored_total)
+            told.append(message.stats)
 
     class Inbox(SimpleQueue):
         def get(self, *args: Any, **options: Any) -> Any:
@@ -313,9 +331,37 @@ def test_writes_that_end_after_the_last_step_are_counted_while_the_engine_is_idl
     frontends = Frontends(rig.core.live_ids, EngineReady(256, 199, [0], 256, 4, "float32", "cpu", "fake", 0.1))
     frontend = Frontend(0, SimpleNamespace(send_bytes=sent))
     frontends.join(frontend)
-    while rig.core.has_work:
-        rig.step()
     frontends.send_step(StepMessage([], rig.core.stats(SchedulerOutput(), 0.0)))
     worker.serve(worker.Engine(rig.core, None), frontends, Inbox(), Heartbeat(Heartbeat.create(8), 8))
+    return told
+
+
+def test_writes_that_end_after_the_last_step_are_counted_while_the_engine_is_idle():
+    rig = rig_of(MemoryStore(), extent_blocks=4)
+    add(rig.core, 0, PROMPT, max_tokens=8, ignore_eos=True)
+    while rig.core.has_work:
+        rig.step()
+    counted = [stats.kv_tiers.tiers[0].stored_total for stats in stats_while_idle(rig)]
     assert counted == [0, rig.tiers.tiers[0].num_stored]  # what has not changed is not sent
     assert counted[-1]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_blocks_of_loads_that_end_after_their_request_return_while_the_engine_is_idle(comes):
+    """Its client is gone, and no other request makes a step."""
+    store = MemoryStore()
+    serve(rig_of(store), 0, PROMPT)
+    rig = rig_of(store)
+    add(rig.core, 0, PROMPT, max_tokens=8, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    begun = [rig.hand.tasks.popleft() for _ in range(2)]
+    for future, _, _ in begun:  # threads have them, so they are not cancelled with the request
+        assert future.set_running_or_notify_cancel()
+    rig.core.abort(0)
+    rig.step()
+    for future, work, args in begun:
+        rig.hand.submit(lambda future=future, work=work, args=args: future.set_result(comes and work(*args)))
+    free = [stats.blocks_free for stats in stats_while_idle(rig)]
+    assert free == [254, 256]
+    assert not rig.tiers.loads and rig.tiers.num_hits == (8 if comes else 0)
