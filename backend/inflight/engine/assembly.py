@@ -61,21 +61,16 @@ def make_parts(
     recorder: Recorder | None = None,
 ) -> EngineParts:
     """The parts of `EngineCore`; limits and shedding listen to the scheduler's events."""
-    info, recorded = runner.info, None
+    info, loads = runner.info, None
     accounts, record = TenantAccounts(config), AdmissionRecord()
-    sizes, loads = (info.num_blocks, config.block_size), None
-    pool: KVPool
-    if info.tiers is not None:
-        info.tiers.num_pools += 1
-        longest = info.max_model_len + 1  # with the void token of a pooled request
-        tiered = TieredPool(*sizes, longest, info.tiers.reserved)
-        if recorder is not None:
-            tiered, recorded = recorder.tiered_pool(*sizes, longest, info.tiers.reserved)
-        pool, loads = tiered, Loads(info.tiers, tiered, clock)
-    elif recorder is not None:
-        pool, recorded = recorder.pool(*sizes)
+    sizes = info.num_blocks, config.block_size
+    if info.tiers is None:
+        pool, recorded = (KVPool(*sizes), None) if recorder is None else recorder.pool(*sizes)
     else:
-        pool = KVPool(*sizes)
+        info.tiers.num_pools += 1
+        room = *sizes, info.max_model_len + 1, info.tiers.reserved  # with the void token of a pooled request
+        pool, recorded = (TieredPool(*room), None) if recorder is None else recorder.tiered_pool(*room)
+        loads = Loads(info.tiers, pool, clock)
     drafts = runner.draft_runner
     policies = make_policies(
         config, clock, info.grammars, drafts, accounts, record, info.whole_prompts, loads, info.adapters
