@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import msgspec
+import zmq
 
 from inflight.engine import assembly
 from inflight.engine.core import EngineCore
@@ -20,6 +21,8 @@ from inflight.engine.kv_events.kv_events import KVEvents
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.request import Request
 from inflight.engine.sampling_params import SamplingParams
+
+SECONDS = 20_000  # milliseconds; a test that waits so long has failed
 
 
 class Block(NamedTuple):
@@ -52,7 +55,7 @@ class Subscriber:
         for event in events:
             getattr(self, event.pop("type"))(**event)
 
-    def BlockStored(self, **event: Any) -> None:  # noqa: N802
+    def BlockStored(self, **event: Any) -> None:
         hashes, size = event["block_hashes"], event["block_size"]
         assert hashes
         assert all(0 <= one < 2**63 for one in hashes)
@@ -64,12 +67,13 @@ class Subscriber:
         for index, (parent, block) in enumerate(zip([event["parent_block_hash"], *hashes], hashes)):
             self.blocks[block] = Block(parent, event["token_ids"][index * size : (index + 1) * size], name)
 
-    def BlockRemoved(self, block_hashes: list[int], medium: str) -> None:  # noqa: N802
+    def BlockRemoved(self, block_hashes: list[int], medium: str) -> None:
         assert medium == "GPU"
         for block in block_hashes:
-            del self.blocks[block]  # it knows each of them
+            if self.num_cleared:  # else it hears the first batches before it was told what there is
+                del self.blocks[block]  # it knows each of them
 
-    def AllBlocksCleared(self) -> None:  # noqa: N802
+    def AllBlocksCleared(self) -> None:
         self.blocks.clear()
         self.num_cleared += 1
 
@@ -83,6 +87,35 @@ class Subscriber:
             found[:0] = self.blocks[at].token_ids
             at = self.blocks[at].parent
         return found
+
+
+class Ear:
+    """A subscriber with a socket."""
+
+    def __init__(self, endpoint: str, topic: str = "", **options: int) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.SUB)
+        self.socket.setsockopt(zmq.RCVTIMEO, SECONDS)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 5)
+        for name, value in options.items():
+            self.socket.setsockopt(getattr(zmq, name), value)
+        self.socket.subscribe(topic.encode())
+        self.socket.connect(endpoint)
+        self.knows = Subscriber()
+        self.topics: set[bytes] = set()
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def hear(self) -> int:
+        topic, number_, payload = self.socket.recv_multipart()
+        self.topics.add(topic)
+        self.knows.take(payload, int.from_bytes(number_, "big"))
+        return self.knows.last
+
+    def hear_until(self, done: Callable[[], bool]) -> None:
+        while not done():
+            self.hear()
 
 
 class DirectSink:

@@ -137,7 +137,7 @@ class ZmqPublisher:
             if one is not None:
                 poller.register(one, self._zmq.POLLIN)
         while not self._ends:
-            poller.poll(_RETRY_MILLISECONDS if self._unbound else None)
+            poller.poll(0 if self._tells_all else _RETRY_MILLISECONDS if self._unbound else None)
             try:
                 self._turn()
             except Exception:  # of one batch or one question: the others go on
@@ -154,11 +154,11 @@ class ZmqPublisher:
             self._bind()
         while (heard := self._received(self._events)) is not None:
             self._tells_all |= heard[0][:1] == b"\x01" and self._topic.startswith(heard[0][1:])
-        while self._queue:
-            self._send([change.tell(self._known) for change in self._queue.popleft()])
         if self._tells_all:
             self._tells_all = False
             self._send_all()
+        while self._queue:
+            self._send([change.tell(self._known) for change in self._queue.popleft()])
         while self._replay is not None and (asked := self._received(self._replay)) is not None:
             self._answer(asked)
 

@@ -6,7 +6,7 @@ from drafters import KINDS, HashDrafter
 from engine_rig import Info, add, collect, make_core
 from hypothesis import given
 from hypothesis import strategies as st
-from kv_events_rig import Arrived, DirectSink, Subscriber, events_of, last_number, numbers, recorded
+from kv_events_rig import Arrived, DirectSink, Subscriber, events_of, last_number, number, numbers, recorded
 from tiers_rig import FAULTS, FaultyStore, TieredRig
 
 from inflight.engine.adapter import AdapterRef
@@ -99,13 +99,9 @@ def test_a_subscriber_knows_the_prefix_cache(load, options, room, drafter, refus
     sink, arrived = DirectSink(options["block_size"], refuses), Arrived()
     need = -(-64 // options["block_size"])
     with recorded(sink):
-        core = make_core(
-            Info(num_blocks=need * room, num_host_blocks=num_host_blocks), listeners=[arrived], **options
-        )
+        core = make_core(Info(num_blocks=need * room, num_host_blocks=num_host_blocks), listeners=[arrived], **options)
     core.scheduler.policies.drafter = drafter
-    drive(
-        lambda: collect(core, {}, {}), core, load, lambda: check(core, sink, arrived, exact=not any(refuses))
-    )
+    drive(lambda: collect(core, {}, {}), core, load, lambda: check(core, sink, arrived, exact=not any(refuses)))
     assert sink.subscriber.gaps == 0
 
 
@@ -225,3 +221,42 @@ def test_after_a_dropped_batch_prefixes_are_told_again_when_used():
     served(pool, [*range(9)])
     served(pool, [*range(50, 59)])
     assert len(sink.subscriber.blocks) == 6
+
+
+def test_a_chain_with_a_hole_is_told_around_it():
+    """An equal block of another request was in the cache in its place, and has left."""
+    pool, sink = pool_of(4, 16)
+    first, second = (Request(n, range(17), SamplingParams(max_tokens=4), cache_salts=("",)) for n in range(2))
+    for request in (first, second):  # both compute the same blocks: the second one's are not in the cache
+        pool.admit(request, [])
+        pool.extend(request, 17)
+    pool.publish(first, 8)
+    pool.publish(second, 4)
+    pool._unpublish(first.block_ids[0])
+    pool._unpublish(first.block_ids[1])
+    pool.publish(second, 12)
+    pool._unpublish(second.block_ids[1])
+    pool.publish(second, 16)
+    pool.events._flush()
+    told = {number(one) for one in pool._block_of}
+    assert set(sink.subscriber.blocks) == told
+    assert len(told) == 3
+    first_hash = number(second.block_hashes[0])
+    assert sink.subscriber.prefix_of(first_hash) == [0, 1, 2, 3]
+    assert sink.subscriber.prefix_of(number(second.block_hashes[2])) is None  # nothing can have it as prefix
+
+
+def test_a_late_subscriber_gets_long_sequences_with_branches():
+    sink = DirectSink(1)
+    pool = RecordedPool(BlockEvents(sink, 1), 2000, 1)
+    served(pool, [*range(1000)])
+    for branch in (1, 255, 256, 257, 600):
+        served(pool, [*range(branch), *range(5000, 5100)])
+    other = Subscriber()
+    for events in sink.known.snapshot():
+        before = set(other.blocks)
+        other.take(encoded(events))
+        for block in set(other.blocks) - before:
+            assert other.prefix_of(block) is not None  # parents come first
+    assert other.blocks == sink.subscriber.blocks
+    assert len(other.blocks) == 1000 + 5 * 100

@@ -9,14 +9,14 @@ import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
-from kv_events_rig import Subscriber, number
+from kv_events_rig import SECONDS, Ear, Subscriber, number
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.kv_events import publisher as publisher_module
@@ -26,12 +26,11 @@ from inflight.engine.kv_events.kv_events import make_kv_events
 from inflight.engine.kv_events.publisher import ZmqPublisher
 from inflight.kv_events_config import KVEventsConfig
 
-SECONDS = 60_000  # milliseconds; a test that waits so long has failed
 END = b"\xff" * 8
 
 
 def block_hash(index: int) -> bytes:
-    return index.to_bytes(8, "big") + bytes(8)
+    return (2 * index).to_bytes(8, "big") + bytes(8)
 
 
 def stored(index: int, parent: int | None = None, num_tokens: int = 4) -> Stored:
@@ -56,47 +55,18 @@ def publishing(endpoint: str, block_size: int = 4, **options: Any) -> Iterator[Z
         made.close()
 
 
-class Ear:
-    """A subscriber with a socket."""
-
-    def __init__(self, endpoint: str, topic: str = "", **options: int) -> None:
-        self.socket = zmq.Context.instance().socket(zmq.SUB)
-        self.socket.setsockopt(zmq.RCVTIMEO, SECONDS)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 5)
-        for name, value in options.items():
-            self.socket.setsockopt(getattr(zmq, name), value)
-        self.socket.subscribe(topic.encode())
-        self.socket.connect(endpoint)
-        self.knows = Subscriber()
-        self.topics: set[bytes] = set()
-
-    def close(self) -> None:
-        self.socket.close()
-
-    def hear(self) -> int:
-        topic, number_, payload = self.socket.recv_multipart()
-        self.topics.add(topic)
-        self.knows.take(payload, int.from_bytes(number_, "big"))
-        return self.knows.last
-
-    def hear_until(self, done: Callable[[], bool]) -> None:
-        while not done():
-            self.hear()
-
-
 def replay(endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """As vLLM's own example of a subscriber asks."""
-    with closing(zmq.Context.instance().socket(zmq.REQ)) as asks:
+    """A REQ socket would get the first answer only."""
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
         asks.setsockopt(zmq.RCVTIMEO, SECONDS)
         asks.setsockopt(zmq.LINGER, 0)
         asks.connect(endpoint)
-        asks.send(first.to_bytes(8, "big"))
+        asks.send_multipart([b"", first.to_bytes(8, "big")])
         found = []
-        topic, number_, payload = asks.recv_multipart()
+        _, topic, number_, payload = asks.recv_multipart()
         while number_ != END:
             found.append((int.from_bytes(number_, "big"), payload))
-            topic, number_, payload = asks.recv_multipart()
+            _, topic, number_, payload = asks.recv_multipart()
         assert (topic, payload) == (b"", b"")
         return found
 
@@ -164,16 +134,17 @@ def test_what_is_not_kept_any_more_is_replaced_by_all_there_is(endpoint, num_blo
         engine.put([stored(index) for index in range(1, num_blocks)])
         for _ in range(30):
             engine.put([removed(0), stored(0)])
-        with closing(Ear(endpoint)) as ear:
-            ear.hear_until(lambda: len(ear.knows.blocks) == num_blocks)
-            last = ear.knows.last
+        engine.put([stored(num_blocks)])
         late = Subscriber()
         late.blocks[7] = late.blocks[8] = None  # of an engine that is no more
         late.last = asked - 1
-        for number_, payload in replay(f"{endpoint}-replay", asked):
-            assert number_ > late.last
-            late.take(payload, number_)
-        assert (late.blocks, late.last) == (ear.knows.blocks, last)
+        with closing(Ear(endpoint)) as ear:
+            ear.hear_until(lambda: known(*range(num_blocks + 1)) <= set(ear.knows.blocks))
+            for number_, payload in replay(f"{endpoint}-replay", asked):
+                assert number_ > late.last
+                late.take(payload, number_)
+            ear.hear_until(lambda: ear.knows.last == late.last)
+            assert late.blocks == ear.knows.blocks
 
 
 def test_nonsense_from_subscribers_ends_nothing(endpoint):
@@ -198,7 +169,7 @@ def test_nonsense_from_subscribers_ends_nothing(endpoint):
 def test_a_subscriber_that_stops_delays_no_one_and_catches_up(endpoint, tmp_path):
     """It is stopped by SIGSTOP; the engine's calls return, another subscriber hears all, and it finds the gap."""
     script = (
-        "import sys\nfrom test_publisher import Ear, replay\n"
+        "import sys\nfrom kv_events_rig import Ear\nfrom test_publisher import replay\n"
         "ear = Ear(sys.argv[1], RCVHWM=1)\near.hear()\nprint('hears', flush=True)\n"
         "while True:\n"
         "    topic, number, payload = ear.socket.recv_multipart()\n"
@@ -217,33 +188,34 @@ def test_a_subscriber_that_stops_delays_no_one_and_catches_up(endpoint, tmp_path
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
     last = str(number(block_hash(count)))
     size = 20_000  # 60 KB a batch: sockets hold few of them
-    with publishing(endpoint, size, replay_endpoint=f"{endpoint}-replay", hwm=1, buffer_steps=3) as engine:
-        with subprocess.Popen(
-            [sys.executable, "-c", script, endpoint, last], env=env, stdout=subprocess.PIPE, text=True
-        ) as child:
-            try:
-                assert child.stdout is not None
-                assert child.stdout.readline() == "hears\n"
-                child.send_signal(signal.SIGSTOP)
-                os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-                for index in range(1, count + 1):
-                    assert engine.put([stored(index, num_tokens=size)])
-                    if index > 4:
-                        assert engine.put([removed(index - 4)])
-                drained = threading.Event()  # the thread is through with all of them
-                engine._queue.append([Probe(drained)])
-                os.eventfd_write(engine._wake, 1)
-                assert drained.wait(SECONDS / 1000)
-                child.send_signal(signal.SIGCONT)
-                while child.poll() is None:  # whatever it lost, the next batch shows the gap
-                    engine.put([stored(1, num_tokens=size), removed(1)])
-                    try:
-                        child.wait(0.05)
-                    except subprocess.TimeoutExpired:
-                        continue
-                assert child.stdout.read() == "4 True\n"
-            finally:
-                child.kill()
+    command = [sys.executable, "-c", script, endpoint, last]
+    with (
+        publishing(endpoint, size, replay_endpoint=f"{endpoint}-replay", hwm=1, buffer_steps=3) as engine,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child,
+    ):
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "hears\n"
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            for index in range(1, count + 1):
+                assert engine.put([stored(index, num_tokens=size)])
+                if index > 4:
+                    assert engine.put([removed(index - 4)])
+            drained = threading.Event()  # the thread is through with all of them
+            engine._queue.append([Probe(drained)])
+            os.eventfd_write(engine._wake, 1)
+            assert drained.wait(SECONDS / 1000)
+            child.send_signal(signal.SIGCONT)
+            while child.poll() is None:  # whatever it lost, the next batch shows the gap
+                engine.put([stored(1, num_tokens=size), removed(1)])
+                try:
+                    child.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+            assert child.stdout.read() == "4 True\n"
+        finally:
+            child.kill()
 
 
 class Probe:
@@ -358,7 +330,10 @@ def test_engines_of_one_model_have_ports_of_their_own():
         ({"endpoint": "inproc://events"}, "endpoint='inproc://events' is not like"),
         ({"endpoint": "tcp://*:0"}, "endpoint='tcp://\\*:0': the port must be a number from 1 to 65535"),
         ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, "must be a number from 1 to 65534"),
-        ({"replay_endpoint": "tcp://router:5558"}, "replay_endpoint='tcp://router:5558': subscribers connect to it, so"),
+        (
+            {"replay_endpoint": "tcp://router:5558"},
+            "replay_endpoint='tcp://router:5558': subscribers connect",
+        ),
         ({"replay_endpoint": "tcp://*:5557"}, "both endpoints are 'tcp://\\*:5557'; give them different ports"),
         ({"endpoint": f"ipc:///{'no/' * 20}such"}, "cannot listen at ipc:///no/.*; give an address of this machine"),
     ],
@@ -374,9 +349,7 @@ def test_what_is_off_takes_nothing():
         assert make_kv_events(EngineConfig.from_dict({"model": "m", "kv_events_config": options})) is None
     on = {"enable_kv_cache_events": True}
     with pytest.raises(ConfigError, match="enable_prefix_caching=false: there is no cache"):
-        make_kv_events(
-            EngineConfig.from_dict({"model": "m", "kv_events_config": on, "enable_prefix_caching": False})
-        )
+        make_kv_events(EngineConfig.from_dict({"model": "m", "kv_events_config": on, "enable_prefix_caching": False}))
 
 
 def test_without_pyzmq_the_load_says_what_to_install(monkeypatch):
