@@ -104,7 +104,7 @@ def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, 
 def test_a_router_knows_what_the_engine_has_and_forgets_it_with_the_engine(
     tiered: TritonServer, events: dict[str, str], expected: Expected
 ) -> None:
-    """The events that llm-d and Dynamo subscribe to, through the death of the engine; the next one's blocks are a tier's."""
+    """By KV events, through the death of the engine; the next one's blocks come from a tier."""
     prompt = conversation(2)
 
     def knows_prompt() -> bool:
