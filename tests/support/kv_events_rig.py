@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 
 class Subscriber:
-    """What a router knows of one engine that tells it.
+    """A router's knowledge of one engine.
 
     Attributes:
         last: number of the last batch.

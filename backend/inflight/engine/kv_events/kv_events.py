@@ -41,7 +41,7 @@ class KVEvents:
 
 
 def make_kv_events(config: EngineConfig) -> KVEvents | None:
-    """What `kv_events_config` asks for; None if that is nothing.
+    """The KV events that `kv_events_config` asks for; None if it asks for none.
 
     Raises:
         ConfigError: it cannot be had.

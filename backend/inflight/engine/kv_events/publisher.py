@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import msgspec
@@ -137,29 +137,29 @@ class ZmqPublisher:
             if one is not None:
                 poller.register(one, self._zmq.POLLIN)
         while not self._ends:
-            poller.poll(0 if self._tells_all else _RETRY_MILLISECONDS if self._unbound else None)
+            ready = poller.poll(0 if self._tells_all else _RETRY_MILLISECONDS if self._unbound else None)
             try:
-                self._turn()
+                self._turn([one for one, _ in ready])
             except Exception:  # of one batch or one question: the others go on
                 _log.exception("kv_events_config: a batch was not published")
                 self._tells_all = True
         self._send([AllBlocksCleared()])
         self._context.destroy(linger=int(_CLOSE_SECONDS * 500))
 
-    def _turn(self) -> None:
-        """Publish what there is, then answer."""
-        with contextlib.suppress(BlockingIOError):
+    def _turn(self, ready: Container[Any]) -> None:
+        """Publish what there is, then answer; only of `ready` sockets: an error for each that has nothing takes long."""
+        if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._unbound:
             self._bind()
-        while (heard := self._received(self._events)) is not None:
+        while self._events in ready and (heard := self._received(self._events)) is not None:
             self._tells_all |= heard[0][:1] == b"\x01" and self._topic.startswith(heard[0][1:])
         if self._tells_all:
             self._tells_all = False
             self._send_all()
         while self._queue:
             self._send([change.tell(self._known) for change in self._queue.popleft()])
-        while self._replay is not None and (asked := self._received(self._replay)) is not None:
+        while self._replay in ready and (asked := self._received(self._replay)) is not None:
             self._answer(asked)
 
     def _received(self, socket: Any) -> list[bytes] | None:

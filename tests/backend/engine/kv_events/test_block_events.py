@@ -1,4 +1,4 @@
-"""What a subscriber knows is what the prefix cache has, whatever happens to requests, blocks and batches."""
+"""Subscribers know the blocks of the prefix cache, whatever happens to requests, blocks and batches."""
 
 from __future__ import annotations
 
