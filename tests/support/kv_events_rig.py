@@ -173,9 +173,13 @@ def number(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[:8], "big") >> 1
 
 
-def last_number(pool: KVPool, token_ids: list[int]) -> int:
-    """Of the last block of these tokens, computed from them alone."""
+def block_hashes(block_size: int, token_ids: list[int]) -> list[bytes]:
+    """The pool's hashes of these tokens, computed from them alone."""
     request = Request(0, array("i", token_ids), SamplingParams(), cache_salts=("",))
-    fresh = KVPool(1, pool.block_size)
-    fresh._hash(request, len(token_ids) // pool.block_size)
-    return number(request.block_hashes[-1])
+    KVPool(1, block_size)._hash(request, len(token_ids) // block_size)
+    return request.block_hashes
+
+
+def last_number(pool: KVPool, token_ids: list[int]) -> int:
+    """Of the last block of these tokens."""
+    return number(block_hashes(pool.block_size, token_ids)[-1])

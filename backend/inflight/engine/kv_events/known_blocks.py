@@ -10,7 +10,7 @@ sent as an integer, as vLLM does by default, and of 63 bits: some subscribers re
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ __all__ += ["Cleared", "KnownBlocks", "Removed", "Stored"]
 
 # vLLM's name of the pool that attention reads, also where it is a CPU's memory: "CPU" is what was copied out of it.
 MEDIUM = "GPU"
-_SNAPSHOT_BLOCKS = 256  # of a batch
+_PART = 128  # blocks
 
 
 class _Event(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
@@ -131,7 +131,7 @@ class EventSink(Protocol):
         """Tell subscribers that all blocks are gone, and end."""
 
 
-class _Known(NamedTuple):
+class _Known(msgspec.Struct, gc=False):  # so that no garbage collection looks at all of them
     parent: bytes | None
     token_ids: array[int]
     lora_name: str | None
@@ -174,23 +174,33 @@ class KnownBlocks:
             [None if name is None else [name]] * len(stored.hashes),
         )
 
-    def snapshot(self) -> Iterator[list[Any]]:
-        """Batches of events after which a subscriber knows all of it, whatever it knew: parents before children."""
-        children: dict[bytes | None, list[bytes]] = {}
-        for block_hash, known in self._blocks.items():
+    def snapshot(self, pause: Callable[[], None]) -> Iterator[list[Any]]:
+        """Batches of events after which a subscriber knows all of it, whatever it knew: parents before children.
+
+        Args:
+            pause: is called before and after each part of the work that takes some tenths of a millisecond.
+        """
+        child: dict[bytes | None, bytes] = {}
+        others: dict[bytes | None, list[bytes]] = {}  # few blocks are followed by more than one
+        for index, (block_hash, known) in enumerate(self._blocks.items()):
             parent = known.parent if known.parent in self._blocks else None
-            children.setdefault(parent, []).append(block_hash)
+            if child.setdefault(parent, block_hash) is not block_hash:
+                others.setdefault(parent, []).append(block_hash)
+            if index % _PART == 0:
+                pause()
         events: list[Any] = [AllBlocksCleared()]
-        count, pending = 0, children.pop(None, [])
+        count, pending = 0, [] if not child else [*others.get(None, ()), child[None]]
         while pending:
             run = [pending.pop()]
-            while len(run) < _SNAPSHOT_BLOCKS and (below := children.pop(run[-1], None)):
-                run.append(below.pop())
-                pending += below
-            pending += children.pop(run[-1], [])
+            while len(run) < _PART and (below := child.get(run[-1])) is not None:
+                pending += others.get(run[-1], ())
+                run.append(below)
+            if (below := child.get(run[-1])) is not None:
+                pending += *others.get(run[-1], ()), below
             events.append(self.event(self._run(run)))
             count += len(run)
-            if count >= _SNAPSHOT_BLOCKS:
+            if count >= _PART:
+                pause()
                 yield events
                 events, count = [], 0
         if events:

@@ -37,6 +37,8 @@ _END = (-1).to_bytes(8, "big", signed=True)
 _MOST_KEPT_BYTES = 64 * 2**20
 _RETRY_MILLISECONDS = 1000
 _CLOSE_SECONDS = 1.0
+_MOST_PARTS = 2**16  # of a snapshot: of 8 million blocks
+_PAUSE_SECONDS = 2e-4
 
 
 class ZmqPublisher:
@@ -71,7 +73,9 @@ class ZmqPublisher:
         self._replay: Any = None
         try:
             if options.replay_endpoint is not None:
-                self._replay = self._socket(self._zmq.ROUTER, options.replay_endpoint, options.buffer_steps + 1)
+                self._replay = self._socket(
+                    self._zmq.ROUTER, options.replay_endpoint, options.buffer_steps + _MOST_PARTS
+                )
             self._bind()
         except BaseException:
             self._context.destroy(linger=0)
@@ -102,6 +106,7 @@ class ZmqPublisher:
         made.setsockopt(self._zmq.SNDHWM, hwm)
         made.setsockopt(self._zmq.LINGER, 0)
         made.setsockopt(self._zmq.MAXMSGSIZE, 2**16)  # of what subscribers send
+        made.setsockopt(self._zmq.TCP_KEEPALIVE, 1)  # else batches wait for a machine that is gone
         if "[" in endpoint or "::" in endpoint:
             made.setsockopt(self._zmq.IPV6, 1)
         endpoint = of_rank(endpoint, self._options.data_parallel_rank)
@@ -147,7 +152,7 @@ class ZmqPublisher:
         self._context.destroy(linger=int(_CLOSE_SECONDS * 500))
 
     def _turn(self, ready: Container[Any]) -> None:
-        """Publish what there is, then answer; only of `ready` sockets: an error for each that has nothing takes long."""
+        """Publish what there is, then answer.  Only `ready` sockets are read: the error of an empty one takes long."""
         if self._wake in ready:
             os.eventfd_read(self._wake)
         if self._unbound:
@@ -171,9 +176,8 @@ class ZmqPublisher:
 
     def _send_all(self) -> None:
         """Tell everything, to all: others learn nothing new."""
-        for events in self._known.snapshot():
+        for events in self._known.snapshot(_pause):
             self._send(events)
-            time.sleep(0)  # a step that waits for Python's lock goes first
 
     def _send(self, events: list[Any]) -> None:
         number, payload = next(self._sent), self._payload(events)
@@ -197,7 +201,7 @@ class ZmqPublisher:
         first, kept = int.from_bytes(asked[2], "big"), list(self._kept)
         batches = [(number, payload) for number, payload in kept if number >= first]
         if kept and first < kept[0][0]:
-            found, last = list(self._known.snapshot()), kept[-1][0]
+            found, last = list(self._known.snapshot(_pause)), kept[-1][0]
             if len(found) > (room := last + 1 - first):  # numbers that it does not have yet
                 found[room - 1 :] = [list(itertools.chain(*found[room - 1 :]))]
             batches = [(last + 1 - len(found) + index, self._payload(one)) for index, one in enumerate(found)]
@@ -208,3 +212,8 @@ class ZmqPublisher:
     def _reply(self, to: bytes, *frames: bytes) -> None:
         with contextlib.suppress(self._zmq.Again, self._zmq.ZMQError):  # it is gone, or reads nothing
             self._replay.send_multipart((to, b"", *frames), self._zmq.NOBLOCK)
+
+
+def _pause() -> None:
+    """Let a step have Python's lock, for which it would wait for 5 ms."""
+    time.sleep(_PAUSE_SECONDS)

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from array import array
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 from kv_events_rig import SECONDS, Ear, Subscriber, number
+from kv_events_sockets import free_port, publishing
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.kv_events import publisher as publisher_module
 from inflight.engine.kv_events.endpoint import of_rank
 from inflight.engine.kv_events.known_blocks import Change, Cleared, Removed, Stored
 from inflight.engine.kv_events.kv_events import make_kv_events
-from inflight.engine.kv_events.publisher import ZmqPublisher
-from inflight.kv_events_config import KVEventsConfig
 
 END = b"\xff" * 8
 
@@ -46,15 +43,6 @@ def known(*indices: int) -> set[int]:
     return {number(block_hash(index)) for index in indices}
 
 
-@contextmanager
-def publishing(endpoint: str, block_size: int = 4, **options: Any) -> Iterator[ZmqPublisher]:
-    made = ZmqPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options), block_size)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
 def replay(endpoint: str, first: int) -> list[tuple[int, bytes]]:
     """A REQ socket would get the first answer only."""
     with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
@@ -74,13 +62,6 @@ def replay(endpoint: str, first: int) -> list[tuple[int, bytes]]:
 @pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     return f"ipc://{tmp_path}/events"
-
-
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
 
 
 def test_a_subscriber_gets_every_batch_in_order_after_all_there_was_before(endpoint):
@@ -259,7 +240,7 @@ def test_a_batch_that_cannot_be_published_costs_no_other(endpoint):
 def test_an_engine_that_is_killed_is_forgotten_once_the_next_one_publishes(tmp_path):
     endpoint, port = "tcp://127.0.0.1:{}", free_port()
     script = (
-        "import sys, signal\nfrom test_publisher import publishing, stored\n"
+        "import sys, signal\nfrom kv_events_sockets import publishing\nfrom test_publisher import stored\n"
         "with publishing(f'tcp://lo:{sys.argv[1]}') as engine:\n"
         "    engine.put([stored(index) for index in map(int, sys.argv[2:])])\n"
         "    print('ready', flush=True)\n    signal.pause()\n"
