@@ -33,36 +33,32 @@ class BlockEvents(EngineListener):
         self._removed: list[bytes] | None = None  # of the last change
         self._flush()
 
-    def stored(self, request: Request, count: int, cached: Container[bytes]) -> None:
-        """Tell of the request's first `count` blocks, as far as the prefix cache has them and they are untold.
+    def stored(self, request: Request, first: int, count: int, cached: Container[bytes]) -> None:
+        """Tell of the request's blocks from `first` up to `count`, and of untold ones right before these.
 
         Args:
-            cached: hashes of all blocks in the prefix cache.
+            cached: hashes of all blocks in the prefix cache; without others' that were evicted in between.
         """
         if not _is_public(request):
             return
         hashes, told = request.block_hashes, self._told
-        first = count
         while first and hashes[first - 1] not in told:
             first -= 1
         while first < count:
-            if hashes[first] not in cached:  # an equal block of another request was evicted
-                first += 1
-                continue
-            end = first + 1
-            while end < count and hashes[end] in cached:
+            end = first
+            while end < count and hashes[end] not in told and hashes[end] in cached:
                 end += 1
-            told.update(hashes[first:end])
-            self._removed = None
-            self._changes.append(
-                Stored(
-                    hashes[first - 1] if first else None,
-                    hashes[first:end],
-                    request.token_ids[first * self._size : end * self._size],
-                    _lora_name(request),
-                )
-            )
-            first = end
+            if end > first:
+                self._store(request, first, end)
+            first = end + 1
+
+    def _store(self, request: Request, first: int, end: int) -> None:
+        hashes = request.block_hashes
+        self._told.update(hashes[first:end])
+        self._removed = None
+        token_ids = request.token_ids[first * self._size : end * self._size]
+        parent = hashes[first - 1] if first else None
+        self._changes.append(Stored(parent, hashes[first:end], token_ids, _lora_name(request)))
 
     def removed(self, block_hash: bytes) -> None:
         """A block has left the prefix cache."""

@@ -28,14 +28,17 @@ class RecordedPool(KVPool):
     def admit(self, request: Request, prefix: Sequence[int]) -> None:
         super().admit(request, prefix)
         if prefix:
-            self.events.stored(request, len(prefix), self._block_of)
+            self.events.stored(request, 0, len(prefix), self._block_of)
 
     def publish(self, request: Request, num_computed_tokens: int) -> None:
         num_cached = len(self._block_of)
+        full = min(num_computed_tokens, request.num_tokens) // self.block_size if request.caches_blocks else 0
+        first, hash_of = full, self._hash_of
+        while first and hash_of[request.block_ids[first - 1]] is None:
+            first -= 1
         super().publish(request, num_computed_tokens)
         if len(self._block_of) != num_cached:
-            full = min(num_computed_tokens, request.num_tokens) // self.block_size
-            self.events.stored(request, full, self._block_of)
+            self.events.stored(request, first, full, self._block_of)
 
     def _unpublish(self, block: int) -> None:
         block_hash = self._hash_of[block]

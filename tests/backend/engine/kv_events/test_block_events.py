@@ -246,6 +246,21 @@ def test_a_chain_with_a_hole_is_told_around_it():
     assert sink.subscriber.prefix_of(number(second.block_hashes[2])) is None  # nothing can have it as prefix
 
 
+def test_a_block_before_one_that_is_told_is_told_too():
+    """Another request's chain lost a block in the middle, which this one computes."""
+    pool, sink = pool_of(4, 16)
+    first, second = (Request(n, range(13), SamplingParams(max_tokens=4), cache_salts=("",)) for n in range(2))
+    for request in (first, second):
+        pool.admit(request, [])
+        pool.extend(request, 13)
+    pool.publish(first, 12)
+    pool._unpublish(first.block_ids[1])
+    pool.publish(second, 12)
+    pool.events._flush()
+    assert len(pool._block_of) == 3
+    assert set(sink.subscriber.blocks) == {number(one) for one in pool._block_of}
+
+
 def test_a_late_subscriber_gets_long_sequences_with_branches():
     sink = DirectSink(1)
     pool = RecordedPool(BlockEvents(sink, 1), 2000, 1)
