@@ -38,6 +38,7 @@ _MOST_KEPT_BYTES = 64 * 2**20
 _RETRY_MILLISECONDS = 1000
 _CLOSE_SECONDS = 1.0
 _MOST_PARTS = 2**16  # of a snapshot: of 8 million blocks
+_BACK_OFF_SECONDS = 0.1
 _PAUSE_SECONDS = 2e-4
 
 
@@ -148,6 +149,7 @@ class ZmqPublisher:
             except Exception:  # of one batch or one question: the others go on
                 _log.exception("kv_events_config: a batch was not published")
                 self._tells_all = True
+                time.sleep(_BACK_OFF_SECONDS)
         self._send([AllBlocksCleared()])
         self._context.destroy(linger=int(_CLOSE_SECONDS * 500))
 
