@@ -9,7 +9,7 @@ from msgspec import Meta
 
 __all__ = ["KVEventsConfig"]
 
-_Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+_Count = Annotated[int, Meta(ge=1, le=2**30)]
 
 
 class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

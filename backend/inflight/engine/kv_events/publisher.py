@@ -97,10 +97,13 @@ class ZmqPublisher:
         return True
 
     def close(self) -> None:
+        if self._ends:
+            return
         self._ends = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        os.eventfd_write(self._wake, 1)
         self._thread.join(_CLOSE_SECONDS)
+        if not self._thread.is_alive():
+            os.close(self._wake)
 
     def _socket(self, kind: int, endpoint: str, hwm: int) -> Any:
         made = self._context.socket(kind)
