@@ -49,7 +49,8 @@ def is_public(request: Request) -> bool:
 
 def check(core, sink, arrived, exact) -> None:
     """Compare what the subscriber knows with the cache; nothing of a tenant or salt is known."""
-    events_of(core)._flush()
+    while events_of(core)._changes:  # until a batch is not dropped
+        events_of(core)._flush()
     told, pool = sink.subscriber.blocks, core.pool
     public = numbers(pool, arrived.requests, is_public)
     assert set(told) <= public
