@@ -276,3 +276,34 @@ def test_a_late_subscriber_gets_long_sequences_with_branches():
             assert other.prefix_of(block) is not None  # parents come first
     assert other.blocks == sink.subscriber.blocks
     assert len(other.blocks) == 1000 + 6 * 100
+
+
+def test_after_a_dropped_batch_a_running_request_is_told_from_its_beginning():
+    """A router takes no block whose parent it does not know."""
+    pool, _ = pool_of()
+    sink = DirectSink(4, [False, True])
+    pool.events = BlockEvents(sink, 4)
+    request = Request(0, range(17), SamplingParams(max_tokens=4), cache_salts=("",))
+    pool.admit(request, [])
+    pool.extend(request, 17)
+    pool.publish(request, 8)
+    pool.events._flush()  # dropped
+    pool.publish(request, 16)
+    pool.events._flush()
+    assert sorted(len(sink.subscriber.prefix_of(block) or ()) for block in sink.subscriber.blocks) == [4, 8, 12, 16]
+
+
+def test_after_a_dropped_batch_nothing_is_told_of_a_block_that_has_left():
+    pool, _ = pool_of()
+    sink = DirectSink(4, [False, True])
+    pool.events = BlockEvents(sink, 4)
+    request = Request(0, range(17), SamplingParams(max_tokens=4), cache_salts=("",))
+    pool.admit(request, [])
+    pool.extend(request, 17)
+    pool.publish(request, 12)
+    pool.events._flush()  # dropped
+    pool._unpublish(request.block_ids[1])
+    pool.publish(request, 16)
+    pool.events._flush()
+    assert set(sink.subscriber.blocks) == {number(one) for one in pool._block_of}
+    assert len(sink.subscriber.blocks) == 3
