@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Meta
 
 from inflight.kernel_config import KernelConfig
+from inflight.kv_events_config import KVEventsConfig
 from inflight.kv_tiers_config import KVTier
 from inflight.lora_options import LoraOptions
 from inflight.pooler_config import HfOverrides, PoolerConfig
@@ -183,6 +184,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             a tier is then signed, and its names tell nothing about prompts.
         kv_listen: "host:port" at which other engines may read this one's tier of type "host". Needs
             `kv_store_secret_file`, unless the host is 127.0.0.1 or another loopback address.
+        kv_events_config: tells routers over ZeroMQ which prefixes are cached, in vLLM's form. See docs/memory.md.
         attention_backend: "auto", or the name of a kernel (see `attention/`). "gpu" is the kernel in the Triton
             language; "triton" is an older spelling of it. "flash3" is the same with FlashAttention-3 for prompts.
         kernel_config: kernels that are off until a card has measured them; keys in docs/gpu.md, "Switches".
@@ -300,6 +302,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
     kv_tiers: list[KVTier] = []
     kv_store_secret_file: str | None = None
     kv_listen: str | None = None
+    kv_events_config: KVEventsConfig | None = None
     attention_backend: str = "auto"
     kernel_config: KernelConfig = KernelConfig()
     max_queue_size: Annotated[int, Meta(ge=0, le=_MAX_COUNT)] = 1024

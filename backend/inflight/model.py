@@ -32,7 +32,7 @@ from inflight.frontend import triton as bridge
 from inflight.frontend.adapters.loader import AdapterLoader
 from inflight.frontend.adapters.peers import AdapterPeers
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.engine_client.device_placement import num_sharing, placement
+from inflight.frontend.engine_client.device_placement import engine_rank, num_sharing, placement
 from inflight.frontend.engine_client.shared_engine import find_group
 from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
@@ -85,12 +85,9 @@ class TritonPythonModel:
         bridge.name_log(model_config["backend"])
         config = read_model_json(model_dir / "model.json", model_config["backend"])
         check_model_json_trust(config, model_dir, args["model_name"])
-        config, env = placement(
-            config,
-            args["model_instance_kind"],
-            int(args["model_instance_device_id"]),
-            os.environ.get("CUDA_VISIBLE_DEVICES"),
-        )
+        kind, device_id = args["model_instance_kind"], int(args["model_instance_device_id"])
+        rank = engine_rank(model_config, kind, device_id)
+        config, env = placement(config, kind, device_id, os.environ.get("CUDA_VISIBLE_DEVICES"), rank)
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
         self._adapter_metrics: AdapterMetrics | None = None

@@ -39,6 +39,7 @@ from inflight.engine.frontend_channels import Frontend, Frontends, Inbox, Joined
 from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.engine.held_requests import HELD_POLL_SECONDS
+from inflight.engine.kv_events.kv_events import KVEvents
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -68,10 +69,11 @@ _IDLE_BEAT_SECONDS = 1.0
 
 @dataclass
 class Engine:
-    """The core that the process serves, and the trace of its steps, if that is on."""
+    """The core that the process serves, the trace of its steps and its KV events, if they are on."""
 
     core: EngineCore
     trace: StepTrace | None
+    kv_events: KVEvents | None = None
 
 
 def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
@@ -104,6 +106,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
         prefetch(config)
         import_torch()
     from inflight.engine.assembly import make_core
+    from inflight.engine.kv_events.kv_events import make_kv_events
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed
 
@@ -111,6 +114,7 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
     try:
         config = placed(config)
         runner = make_runner(config)
+        kv_events = make_kv_events(config)
     except (ConfigError, LoadError) as error:
         owner.send(EngineFailed(str(error), fatal=True))
         return None
@@ -134,7 +138,8 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
     )
     trace = make_trace(config, info.num_blocks)
     listeners = [HeartbeatListener(heartbeat), *([] if trace is None else [trace]), *make_request_times(config)]
-    return Engine(make_core(config, runner, listeners=listeners), trace), ready
+    core = make_core(config, runner, listeners=listeners, recorder=kv_events)
+    return Engine(core, trace, kv_events), ready
 
 
 def settle_garbage_collector() -> None:
@@ -263,7 +268,8 @@ def _run_a_token(config: EngineConfig) -> None:
     from inflight.engine.assembly import make_core
     from inflight.runner.pipeline import make_runner
 
-    config = msgspec.structs.replace(config, kv_tiers=[], kv_listen=None)  # what connects is no process that waits
+    # Without what connects, or listens: a process that waits does neither.
+    config = msgspec.structs.replace(config, kv_tiers=[], kv_listen=None, kv_events_config=None)
     core = make_core(config, make_runner(config), listeners=[])
     core.add_request(AddRequest(0, [0], SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)))
     while core.has_work:
@@ -332,6 +338,8 @@ def main(argv: list[str] | None = None) -> int:
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
         serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
+        if engine.kv_events is not None:
+            engine.kv_events.close()
         if core.info.tiers is not None:
             core.info.tiers.close()
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -69,6 +69,7 @@ OTHER: dict[str, dict[str, Any]] = {
     "kv_tiers": {"kv_tiers": [{"type": "host", "size": "1MiB"}]},
     "kv_store_secret_file": {"kv_store_secret_file": str(Path(__file__))},
     "kv_listen": {"kv_tiers": [{"type": "host", "size": "1MiB"}], "kv_listen": "127.0.0.1:7091"},
+    "kv_events_config": {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}},
     "attention_backend": {"attention_backend": "reference"},
     "kernel_config": {"kernel_config": {"split_k": True}},
     "max_queue_size": {"max_queue_size": 5},

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from kv_events_rig import Ear
 from lmcache_rig import LMCacheServer
 from model_entries import CHECKPOINT, loaded
 from offline import make_core, run, tokens
@@ -71,9 +73,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tiered(triton: TritonServer, folder: Path) -> Iterator[TritonServer]:
+def events(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Sockets of KV events."""
+    sockets = tmp_path_factory.mktemp("events")
+    return {"endpoint": f"ipc://{sockets}/events", "replay_endpoint": f"ipc://{sockets}/replay"}
+
+
+@pytest.fixture(scope="module")
+def tiered(triton: TritonServer, folder: Path, events: dict[str, str]) -> Iterator[TritonServer]:
     tiers = [{"type": "host", "size": "64MiB"}, {"type": "disk", "path": str(folder), "size": "1GiB"}]
-    with loaded(triton, tiered={"kv_tiers": tiers}):
+    with loaded(triton, tiered={"kv_tiers": tiers, "kv_events_config": {"enable_kv_cache_events": True, **events}}):
         yield triton
 
 
@@ -90,6 +99,32 @@ def test_a_conversation_outlives_its_engine(tiered: TritonServer, folder: Path, 
     assert count(tiered, "tiered", "inflight_kv_tier_load_seconds_count") >= hits // 256
     found = CliRunner().invoke(app, ["status", "--model", "tiered", "--url", tiered.grpc_address])
     assert "disk: " in found.output and "extents read" in found.output, found.output
+
+
+def test_a_router_knows_what_the_engine_has_and_forgets_it_with_the_engine(
+    tiered: TritonServer, events: dict[str, str], expected: Expected
+) -> None:
+    """By KV events, through the death of the engine; the next one's blocks come from a tier."""
+    prompt = conversation(2)
+
+    def knows_prompt() -> bool:
+        prefixes = [ear.knows.prefix_of(block) or [] for block in ear.knows.blocks]
+        return max(map(len, prefixes), default=0) > LENGTH - 256 and all(
+            prefix == prompt[: len(prefix)]
+            for prefix in prefixes
+            if prefix[:16] == prompt[:16] and len(prefix) <= LENGTH
+        )
+
+    with closing(Ear(events["endpoint"])) as ear:
+        assert say(tiered, "tiered", 2) == {2: expected[2]}
+        ear.hear_until(knows_prompt)
+        before = ear.knows.num_cleared
+        engine_process(tiered, "tiered").kill()
+        ear.hear_until(lambda: ear.knows.num_cleared > before and not ear.knows.blocks)
+        assert say(tiered, "tiered", 2) == {2: expected[2]}
+        ear.hear_until(knows_prompt)
+    assert count(tiered, "tiered", "inflight_kv_event_batches_total") > 0
+    assert count(tiered, "tiered", "inflight_kv_event_batches_dropped_total") == 0
 
 
 def test_damaged_files_are_found_and_computed(tiered: TritonServer, folder: Path, expected: Expected) -> None:

@@ -117,6 +117,8 @@ class StepStats(msgspec.Struct, array_like=True, frozen=True):
     collected_first_total: int = 0
     draft_totals: list[int] = []
     kv_tiers: TierTotals | None = None
+    kv_event_batches_total: int = 0
+    kv_event_batches_dropped_total: int = 0
 
 
 class RequestFailed(msgspec.Struct, array_like=True, tag=12, frozen=True):

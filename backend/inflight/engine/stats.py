@@ -15,6 +15,7 @@ def step_stats(
 ) -> StepStats:
     """The state after the step `out`, which took `seconds`; `num_collected_first` is the runner's."""
     pool, swap = scheduler.pool, scheduler.swap
+    num_batches, num_dropped = scheduler.policies.kv_event_totals()
     return StepStats(
         running=len(scheduler.running),
         waiting=limits.num_live - len(scheduler.running),
@@ -33,4 +34,6 @@ def step_stats(
         collected_first_total=num_collected_first,
         draft_totals=scheduler.policies.draft_counts.totals(),
         kv_tiers=scheduler.policies.tier_totals(),
+        kv_event_batches_total=num_batches,
+        kv_event_batches_dropped_total=num_dropped,
     )

@@ -22,6 +22,7 @@ from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
+from inflight.engine.kv_events.kv_events import KVEvents, make_kv_events
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
@@ -138,11 +139,12 @@ class LocalEngine:
             **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
         self._runner = make_runner(self.config)
+        self._kv_events = make_kv_events(self.config)
         self.core, self.trace = self._new_core()
         self.chat: ChatTemplate | None = None
         self._info = self._runner.info
         # Also at the end of a program that does not close it: the KV of its last requests is still being written.
-        self._close_tiers = weakref.finalize(self, _close, self._info.tiers)
+        self._close_tiers = weakref.finalize(self, _close, self._info.tiers, self._kv_events)
         # A short program would end before its weights are kept, each time; it waits no longer than it has loaded.
         atexit.register(wait_until_kept, self._info.load_seconds)
         self.adapters = AdapterReader(self.config)
@@ -333,7 +335,8 @@ class LocalEngine:
 
     def _new_core(self) -> tuple[EngineCore, StepTrace | None]:
         trace = make_trace(self.config, self._runner.info.num_blocks)
-        return make_core(self.config, self._runner, listeners=[] if trace is None else [trace]), trace
+        listeners = [] if trace is None else [trace]
+        return make_core(self.config, self._runner, listeners=listeners, recorder=self._kv_events), trace
 
     def _add_all(
         self,
@@ -413,6 +416,8 @@ class LocalEngine:
         self._open.clear()
 
 
-def _close(tiers: Tiers | None) -> None:
+def _close(tiers: Tiers | None, kv_events: KVEvents | None) -> None:
+    if kv_events is not None:
+        kv_events.close()
     if tiers is not None:
         tiers.close()

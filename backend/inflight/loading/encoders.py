@@ -118,6 +118,8 @@ def _check_options(config: EngineConfig, hf_config: Any) -> None:
         raise ConfigError(f"{kind}, and adapters are for decoders; merge the adapter into it, and remove enable_lora")
     if config.kv_tiers:
         raise ConfigError(f"{kind}, whose KV is not kept; remove kv_tiers")
+    if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
+        raise ConfigError(f"{kind}, which has no prefix cache to tell of; remove kv_events_config")
     if config.attention_backend != "auto":
         raise ConfigError(
             f"{kind}, whose attention keeps no KV: attention_backend={config.attention_backend!r} is for decoders; "

@@ -56,6 +56,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         swap_space=0,
         kv_tiers=[],
         kv_listen=None,
+        kv_events_config=None,
         preemption_mode="recompute",
         async_scheduling=False,
         itl_target_ms=None,

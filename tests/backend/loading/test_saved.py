@@ -39,7 +39,7 @@ IRRELEVANT = set(
     chat_template chat_template_timeout trust_request_chat_template enforce_eager max_cudagraph_capture_size
     disable_log_stats python_executable step_trace otlp_traces_endpoint check_on_load native_forward max_replays
     engine_timeout spare_engine engine_start_timeout shared_step_rows short_prompt_share shed_on_predicted_wait
-    drain_timeout pooler_config hf_overrides max_pooled_inputs kv_tiers kv_store_secret_file kv_listen
+    drain_timeout pooler_config hf_overrides max_pooled_inputs kv_tiers kv_store_secret_file kv_listen kv_events_config
     enable_lora max_loras max_lora_rank max_cpu_loras lora_dtype lora_allowed_paths
     """.split()  # noqa: SIM905
 )

@@ -203,6 +203,7 @@ class Policies:
         urgency: None: running requests get their tokens first.
         draft_counts: of `drafter`.
         tier_totals: returns what KV tiers have done; None: there are none.
+        kv_event_totals: returns how many batches of KV events were published, and how many dropped.
         listeners: receive the events; they include the policies that learn from them.
     """
 
@@ -215,4 +216,5 @@ class Policies:
     drafter: Drafter | None = None
     draft_counts: DraftCounts = field(default_factory=DraftCounts)
     tier_totals: Callable[[], TierTotals | None] = lambda: None
+    kv_event_totals: Callable[[], tuple[int, int]] = lambda: (0, 0)
     listeners: Sequence[EngineListener] = ()

@@ -168,6 +168,12 @@ METRICS: tuple[MetricSpec, ...] = (
         COUNTER,
         "Steps launched only once the tokens of the step before were there, for a row whose rule reads them.",
     ),
+    MetricSpec("inflight_kv_event_batches_total", COUNTER, "Batches of KV events given to the publishing thread."),
+    MetricSpec(
+        "inflight_kv_event_batches_dropped_total",
+        COUNTER,
+        "Batches of KV events dropped because max_queue_size of them waited; subscribers then begin anew.",
+    ),
     MetricSpec("inflight_step_seconds", COUNTED, "Duration of an engine step in seconds.", _STEP),
     MetricSpec("inflight_batch_size", COUNTED, "Sequences in an engine step.", _POWERS),
     MetricSpec("inflight_scheduled_tokens", COUNTED, "Tokens in an engine step.", _POWERS),

@@ -59,6 +59,8 @@ _TOTALS = {
     "inflight_prefix_cache_queries_total": "prefix_queries_total",
     "inflight_prefix_cache_hits_total": "prefix_hits_total",
     "inflight_steps_collected_first_total": "collected_first_total",
+    "inflight_kv_event_batches_total": "kv_event_batches_total",
+    "inflight_kv_event_batches_dropped_total": "kv_event_batches_dropped_total",
     "vllm:num_preemptions_total": "preempted_total",
     "vllm:prefix_cache_queries_total": "prefix_queries_total",
     "vllm:prefix_cache_hits_total": "prefix_hits_total",

@@ -1,0 +1,340 @@
+"""KV events over real sockets: order, replay, subscribers that come late, stop or speak nonsense, engines that die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from array import array
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from kv_events_rig import SECONDS, Ear, Subscriber, number
+from kv_events_sockets import free_port, publishing
+
+from inflight.config import ConfigError, EngineConfig
+from inflight.engine.kv_events import publisher as publisher_module
+from inflight.engine.kv_events.endpoint import of_rank
+from inflight.engine.kv_events.known_blocks import Change, Cleared, Removed, Stored
+from inflight.engine.kv_events.kv_events import make_kv_events
+
+END = b"\xff" * 8
+
+
+def block_hash(index: int) -> bytes:
+    return (2 * index).to_bytes(8, "big") + bytes(8)
+
+
+def stored(index: int, parent: int | None = None, num_tokens: int = 4) -> Stored:
+    before = None if parent is None else block_hash(parent)
+    return Stored(before, [block_hash(index)], array("i", [index] * num_tokens), None)
+
+
+def removed(*indices: int) -> Removed:
+    return Removed([block_hash(index) for index in indices])
+
+
+def known(*indices: int) -> set[int]:
+    return {number(block_hash(index)) for index in indices}
+
+
+def replay(endpoint: str, first: int) -> list[tuple[int, bytes]]:
+    """A REQ socket would get the first answer only."""
+    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
+        asks.setsockopt(zmq.RCVTIMEO, SECONDS)
+        asks.setsockopt(zmq.LINGER, 0)
+        asks.connect(endpoint)
+        asks.send_multipart([b"", first.to_bytes(8, "big")])
+        found = []
+        _, topic, number_, payload = asks.recv_multipart()
+        while number_ != END:
+            found.append((int.from_bytes(number_, "big"), payload))
+            _, topic, number_, payload = asks.recv_multipart()
+        assert (topic, payload) == (b"", b"")
+        return found
+
+
+@pytest.fixture
+def endpoint(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/events"
+
+
+def test_a_subscriber_gets_every_batch_in_order_after_all_there_was_before(endpoint):
+    with publishing(endpoint, topic="kv@pod@demo", data_parallel_rank=0) as engine:
+        engine.put([Cleared(), stored(1), stored(2, parent=1)])
+        with closing(Ear(endpoint, "kv@")) as ear:
+            ear.hear()
+            assert (ear.knows.num_cleared, set(ear.knows.blocks)) == (1, known(1, 2))
+            before = ear.knows.last
+            for index in range(3, 103):
+                assert engine.put([stored(index, parent=index - 1), removed(index - 2)])
+            ear.hear_until(lambda: ear.knows.last == before + 100)
+            assert (ear.knows.gaps, set(ear.knows.blocks)) == (1, known(101, 102))  # the first is not its number 0
+            assert ear.topics == {b"kv@pod@demo"}
+    assert engine.num_batches == 101
+
+
+def test_a_second_subscriber_gets_all_and_the_first_one_stays_right(endpoint):
+    with publishing(endpoint) as engine, closing(Ear(endpoint)) as first:
+        engine.put([stored(1)])
+        first.hear_until(lambda: set(first.knows.blocks) == known(1))
+        with closing(Ear(endpoint)) as second:
+            second.hear_until(lambda: set(second.knows.blocks) == known(1))
+            engine.put([stored(2, parent=1)])
+            for ear in (first, second):
+                ear.hear_until(lambda ear=ear: set(ear.knows.blocks) == known(1, 2))
+            assert first.knows.last == second.knows.last
+
+
+def test_what_was_missed_is_sent_again(endpoint):
+    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=50) as engine:
+        with closing(Ear(endpoint)) as ear:
+            ear.hear()
+            for index in range(1, 41):
+                engine.put([stored(index)])
+            ear.hear_until(lambda: len(ear.knows.blocks) == 20)
+            reached = ear.knows.last
+            late = Subscriber()
+            late.blocks, late.last = dict(ear.knows.blocks), reached
+            ear.hear_until(lambda: len(ear.knows.blocks) == 40)
+        for number_, payload in replay(f"{endpoint}-replay", reached + 1):
+            late.take(payload, number_)
+        assert (late.gaps, late.blocks, late.last) == (0, ear.knows.blocks, ear.knows.last)
+        assert replay(f"{endpoint}-replay", late.last + 1) == []
+
+
+@pytest.mark.parametrize(("num_blocks", "asked"), [(30, 0), (2000, 0), (2000, 20)])
+def test_what_is_not_kept_any_more_is_replaced_by_all_there_is(endpoint, num_blocks, asked):
+    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=10) as engine:
+        engine.put([stored(0)])
+        engine.put([stored(index) for index in range(1, num_blocks)])
+        for _ in range(30):
+            engine.put([removed(0), stored(0)])
+        engine.put([stored(num_blocks)])
+        late = Subscriber()
+        late.blocks[7] = late.blocks[8] = None  # of an engine that is no more
+        late.last = asked - 1
+        with closing(Ear(endpoint)) as ear:
+            ear.hear_until(lambda: known(*range(num_blocks + 1)) <= set(ear.knows.blocks))
+            for number_, payload in replay(f"{endpoint}-replay", asked):
+                assert number_ > late.last
+                late.take(payload, number_)
+            ear.hear_until(lambda: ear.knows.last == late.last)
+            assert late.blocks == ear.knows.blocks
+
+
+def test_nonsense_from_subscribers_ends_nothing(endpoint):
+    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay") as engine:
+        with closing(zmq.Context.instance().socket(zmq.DEALER)) as liar:
+            liar.setsockopt(zmq.LINGER, 0)
+            liar.connect(f"{endpoint}-replay")
+            for frames in ([b""], [b"", b"1"], [b"", bytes(9)], [bytes(8)], [b"", b"", bytes(8)], [b"x" * 60000] * 20):
+                liar.send_multipart(frames)
+            liar.send_multipart([b"", b"\xff" * 8])  # further than there is
+            assert liar.recv_multipart() == [b"", b"", END, b""]
+        with closing(zmq.Context.instance().socket(zmq.XSUB)) as liar:
+            liar.setsockopt(zmq.LINGER, 0)
+            liar.connect(endpoint)
+            for frame in (b"", b"\x02", b"\x00", b"\x01nobody's topic", bytes(5000)):
+                liar.send(frame)
+            with closing(Ear(endpoint)) as ear:
+                engine.put([stored(1)])
+                ear.hear_until(lambda: set(ear.knows.blocks) == known(1))
+
+
+def test_a_subscriber_that_stops_delays_no_one_and_catches_up(endpoint, tmp_path):
+    """It is stopped by SIGSTOP; the engine's calls return, another subscriber hears all, and it finds the gap."""
+    script = (
+        "import sys\nfrom kv_events_rig import Ear\nfrom test_publisher import replay\n"
+        "ear = Ear(sys.argv[1], RCVHWM=1)\near.hear()\nprint('hears', flush=True)\n"
+        "while True:\n"
+        "    topic, number, payload = ear.socket.recv_multipart()\n"
+        "    number = int.from_bytes(number, 'big')\n"
+        "    if number > ear.knows.last + 1:\n"
+        "        ear.knows.gaps += 1\n"
+        "        for again, missed in replay(sys.argv[1] + '-replay', ear.knows.last + 1):\n"
+        "            ear.knows.take(missed, again)\n"
+        "    elif number == ear.knows.last + 1:\n"
+        "        ear.knows.take(payload, number)\n"
+        "    if int(sys.argv[2]) in ear.knows.blocks:\n"
+        "        print(len(ear.knows.blocks), ear.knows.gaps > 1, flush=True)\n"
+        "        break\n"
+    )
+    count = 400
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    last = str(number(block_hash(count)))
+    size = 20_000  # 60 KB a batch: sockets hold few of them
+    command = [sys.executable, "-c", script, endpoint, last]
+    with (
+        publishing(endpoint, size, replay_endpoint=f"{endpoint}-replay", hwm=1, buffer_steps=3) as engine,
+        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child,
+    ):
+        try:
+            assert child.stdout is not None
+            assert child.stdout.readline() == "hears\n"
+            child.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
+            for index in range(1, count + 1):
+                assert engine.put([stored(index, num_tokens=size)])
+                if index > 4:
+                    assert engine.put([removed(index - 4)])
+            drained = threading.Event()  # the thread is through with all of them
+            engine._queue.append([Probe(drained)])
+            os.eventfd_write(engine._wake, 1)
+            assert drained.wait(SECONDS / 1000)
+            child.send_signal(signal.SIGCONT)
+            while child.poll() is None:  # whatever it lost, the next batch shows the gap
+                engine.put([stored(1, num_tokens=size), removed(1)])
+                try:
+                    child.wait(0.05)
+                except subprocess.TimeoutExpired:
+                    continue
+            assert child.stdout.read() == "4 True\n"
+        finally:
+            child.kill()
+
+
+class Probe:
+    """A change that tells the test instead."""
+
+    def __init__(self, reached: threading.Event, goes_on: threading.Event | None = None) -> None:
+        self.reached, self.goes_on = reached, goes_on
+
+    def tell(self, known_blocks: Any) -> Any:
+        self.reached.set()
+        if self.goes_on is not None:
+            assert self.goes_on.wait(SECONDS / 1000)
+        return removed().tell(known_blocks)
+
+
+def test_a_full_queue_drops_batches_and_never_waits(endpoint):
+    with publishing(endpoint, max_queue_size=2) as engine, closing(Ear(endpoint)) as ear:
+        reached, goes_on = threading.Event(), threading.Event()
+        assert engine.put([Probe(reached, goes_on)])
+        assert reached.wait(SECONDS / 1000)  # the thread is in that batch
+        taken: list[bool] = [engine.put([stored(index)]) for index in range(5)]
+        assert taken == [True, True, False, False, False]
+        assert (engine.num_batches, engine.num_dropped) == (3, 3)
+        goes_on.set()
+        ear.hear_until(lambda: len(ear.knows.blocks) == 2)
+
+
+def test_a_batch_that_cannot_be_published_costs_no_other(endpoint):
+    class Broken:
+        def tell(self, known_blocks: Any) -> Any:
+            raise ValueError("for this test")
+
+    with publishing(endpoint) as engine, closing(Ear(endpoint)) as ear:
+        ear.hear()
+        changes: list[Change] = [stored(1), Broken()]
+        engine.put(changes)
+        engine.put([stored(2)])
+        ear.hear_until(lambda: set(ear.knows.blocks) == known(1, 2))
+
+
+def test_an_engine_that_is_killed_is_forgotten_once_the_next_one_publishes(tmp_path):
+    endpoint, port = "tcp://127.0.0.1:{}", free_port()
+    script = (
+        "import sys, signal\nfrom kv_events_sockets import publishing\nfrom test_publisher import stored\n"
+        "with publishing(f'tcp://lo:{sys.argv[1]}') as engine:\n"
+        "    engine.put([stored(index) for index in map(int, sys.argv[2:])])\n"
+        "    print('ready', flush=True)\n    signal.pause()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    with closing(Ear(endpoint.format(port))) as ear:
+        for blocks in ((1, 2, 3), (4,), ()):
+            command = [sys.executable, "-c", script, str(port), *map(str, blocks)]
+            with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child:
+                try:
+                    assert child.stdout is not None
+                    assert child.stdout.readline() == "ready\n"
+                    ear.hear_until(lambda blocks=blocks: set(ear.knows.blocks) == known(*blocks))
+                finally:
+                    child.kill()
+
+
+def test_an_engine_that_ends_says_so(endpoint):
+    with closing(Ear(endpoint)) as ear:
+        with publishing(endpoint) as engine:
+            engine.put([stored(1)])
+            ear.hear_until(lambda: bool(ear.knows.blocks))
+        ear.hear_until(lambda: not ear.knows.blocks)
+    assert not engine.put([stored(2)])
+    engine.close()
+
+
+def test_an_address_that_another_engine_still_has_is_taken_over(monkeypatch, caplog):
+    """After a reload, the old engine answers its last requests."""
+    monkeypatch.setattr(publisher_module, "_RETRY_MILLISECONDS", 20)
+    port = free_port()
+    with closing(Ear(f"tcp://127.0.0.1:{port}")) as ear, publishing(f"tcp://lo:{port}") as old:
+        old.put([stored(1)])
+        ear.hear_until(lambda: set(ear.knows.blocks) == known(1))
+        with publishing(f"tcp://lo:{port}") as new:
+            assert f"another process has tcp://lo:{port}; it is tried again every second" in caplog.text
+            new.put([stored(2)])
+            old.close()
+            ear.hear_until(lambda: set(ear.knows.blocks) == known(2))
+
+
+def test_an_engine_can_connect_to_its_subscriber():
+    port = free_port()
+    with closing(zmq.Context.instance().socket(zmq.SUB)) as central:
+        central.setsockopt(zmq.RCVTIMEO, SECONDS)
+        central.subscribe(b"")
+        central.bind(f"tcp://127.0.0.1:{port}")
+        with publishing(f"tcp://localhost:{port}") as engine:
+            engine.put([stored(1)])
+            knows = Subscriber()
+            while set(knows.blocks) != known(1):
+                knows.take(central.recv_multipart()[2])
+
+
+def test_engines_of_one_model_have_ports_of_their_own():
+    assert of_rank("tcp://*:5557", 0) == "tcp://*:5557"
+    assert of_rank("tcp://[::1]:5557", 3) == "tcp://[::1]:5560"
+    assert of_rank("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
+    port = free_port()
+    with publishing(f"tcp://lo:{port - 1}", data_parallel_rank=1), closing(Ear(f"tcp://127.0.0.1:{port}")) as ear:
+        ear.hear()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"endpoint": "5557"}, "endpoint='5557' is not like tcp://\\*:5557 or ipc:///run/kv.sock"),
+        ({"endpoint": "inproc://events"}, "endpoint='inproc://events' is not like"),
+        ({"endpoint": "tcp://*:0"}, "endpoint='tcp://\\*:0': the port must be a number from 1 to 65535"),
+        ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, "must be a number from 1 to 65534"),
+        (
+            {"replay_endpoint": "tcp://router:5558"},
+            "replay_endpoint='tcp://router:5558': subscribers connect",
+        ),
+        ({"replay_endpoint": "tcp://*:5557"}, "both endpoints are 'tcp://\\*:5557'; give them different ports"),
+        ({"endpoint": f"ipc:///{'no/' * 20}such"}, "cannot listen at ipc:///no/.*; give an address of this machine"),
+    ],
+)
+def test_endpoints_that_cannot_be_had_are_refused(options, message):
+    config = {"model": "m", "kv_events_config": {"enable_kv_cache_events": True, **options}}
+    with pytest.raises(ConfigError, match=message):
+        make_kv_events(EngineConfig.from_dict(config))
+
+
+def test_what_is_off_takes_nothing():
+    for options in (None, {}, {"enable_kv_cache_events": True, "publisher": "null"}, {"endpoint": "nonsense"}):
+        assert make_kv_events(EngineConfig.from_dict({"model": "m", "kv_events_config": options})) is None
+    on = {"enable_kv_cache_events": True}
+    with pytest.raises(ConfigError, match="enable_prefix_caching=false: there is no cache"):
+        make_kv_events(EngineConfig.from_dict({"model": "m", "kv_events_config": on, "enable_prefix_caching": False}))
+
+
+def test_without_pyzmq_the_load_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "zmq", None)
+    options = {"enable_kv_cache_events": True}
+    with pytest.raises(ConfigError, match=r'pip install "triton-inflight\[kv-events\]"'):
+        make_kv_events(EngineConfig.from_dict({"model": "m", "kv_events_config": options}))

@@ -1,0 +1,27 @@
+"""Publishers of KV events for tests."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from inflight.engine.kv_events.publisher import ZmqPublisher
+from inflight.kv_events_config import KVEventsConfig
+
+
+@contextmanager
+def publishing(endpoint: str, block_size: int = 4, **options: Any) -> Iterator[ZmqPublisher]:
+    made = ZmqPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options), block_size)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
