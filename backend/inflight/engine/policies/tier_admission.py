@@ -192,6 +192,9 @@ class TierAdmission(EngineListener):
                     visit.stop, visit.again = start, now
                     break
                 count = min(size, stop - start)
+                if self._loads.pool.has(request.block_hashes, start, count):  # it came before the ones ahead of it
+                    visit.begun = start + size
+                    continue
                 load = self._loads.start(tier, request.block_hashes, start, count, prefix)
                 if load is None:
                     break
@@ -246,6 +249,8 @@ class TierAdmission(EngineListener):
         size, key_of, hashes = self._tiers.extent_blocks, self._tiers.seal.key_of, request.block_hashes
         while visit.stop < visit.num_blocks:
             if visit.asked is None:
+                if self._joins(visit, hashes):
+                    continue
                 tier = next(visit.order, None)
                 if tier is None:
                     break
@@ -268,6 +273,18 @@ class TierAdmission(EngineListener):
             visit.stop = max([visit.stop, *ends])
             visit.asked = None
         return True
+
+    def _joins(self, visit: _Visit, hashes: Sequence[bytes]) -> bool:
+        """Whether the next extent is on its way for another request: then no tier is asked for it."""
+        size, loads = self._tiers.extent_blocks, self._tiers.loads
+        begin = visit.stop // size * size
+        ends = [begin + size] if begin + size <= visit.num_blocks else self._parts(visit.stop, visit.num_blocks, 0)
+        for end in ends:
+            load = loads.get(hashes[end - 1])
+            if load is not None:
+                visit.places[begin], visit.stop = load.tier, end
+                return True
+        return False
 
     def _keys_of_parts(self, stop: int, num_blocks: int, hashes: Sequence[bytes], found: int) -> list[bytes]:
         """Keys of the extents that end at `_parts`; called in a tier's thread."""

@@ -124,6 +124,42 @@ def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeyp
     assert len(rig.outputs) == 50
 
 
+def test_who_wants_what_is_on_its_way_asks_no_tier():
+    """But for what it wants beyond that."""
+    store = stored([*PROMPT, 8, 8, 8, 8])
+    rig = rig_of(store, max_num_seqs=16)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    assert len(rig.tiers.loads) == 10
+    store.asked.clear()
+    for request_id in range(1, 8):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    add(rig.core, 8, [*PROMPT, 8, 8, 8, 8], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.core.scheduler.held) == 9
+    assert [work.__name__ for _, work, _ in rig.hand.tasks] == ["_load"] * 10 + ["_find"]
+    rig.run()
+    assert len(rig.reasons) == 9 and rig.tiers.num_hits == 44 and rig.tiers.tiers[0].num_loaded == 11
+    assert all(rig.outputs[n, 0] == answer([*PROMPT[:40], n], 4) for n in range(1, 8))
+
+
+def test_what_has_come_before_the_extents_ahead_of_it_is_not_loaded_again():
+    """The second request has its answer when half of the first one's loads are done, the last ones first."""
+    rig = rig_of(stored())
+    for request_id in range(2):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    assert len(rig.tiers.loads) == 10 and len(rig.hand.tasks) == 11
+    rig.step(5, last_first=True)
+    rig.step(1)
+    assert len(rig.tiers.loads) == 5 and len(rig.core.scheduler.held) == 2
+    rig.run()
+    assert rig.tiers.num_hits == 40 and rig.tiers.tiers[0].num_loaded == 10
+    assert all(rig.outputs[n, 0] == answer([*PROMPT[:40], n], 4) for n in range(2))
+
+
 def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
     rig = rig_of(stored(), cpu_seconds=3e-4)
     add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
