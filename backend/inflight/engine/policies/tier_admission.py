@@ -60,8 +60,8 @@ class _Visit:
         begun: extents before this block are cached, or have loads.
         num_lost: loads that had yielded nothing when all of its own were looked at.
         num_found, num_cached: blocks of its prefix that were cached when it began, and when it was last asked.
-        gained: until then it has lost nothing: computing what has come would have taken so long, and so would the last
-            of it.
+        gained: until then it has lost nothing: computing the extents that have come would have taken so long, and so
+            would the last of them.
     """
 
     num_blocks: int
@@ -213,7 +213,7 @@ class TierAdmission(EngineListener):
         if len(prefix) > visit.num_cached:
             all_, last = (self._compute_seconds(start, len(prefix)) for start in (visit.num_found, visit.num_cached))
             visit.gained, visit.num_cached = min(visit.began + all_, now + last), len(prefix)
-        # What comes faster than it is computed is waited for, whatever an estimate says.
+        # Extents that come faster than they are computed are waited for, against any estimate.
         worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop)
         return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
 
@@ -281,7 +281,7 @@ class TierAdmission(EngineListener):
         ends = [begin + size] if begin + size <= visit.num_blocks else self._parts(visit.stop, visit.num_blocks, 0)
         for end in ends:
             load = loads.get(hashes[end - 1])
-            if load is not None:
+            if load is not None and load.tier.is_open:
                 visit.places[begin], visit.stop = load.tier, end
                 return True
         return False

@@ -312,7 +312,7 @@ class _Breaker:
 
 
 def _usual(samples: Collection[float]) -> float:
-    """Their mean without the largest: a thread that was stopped once, or touched a page first, says nothing of others."""
+    """Their mean without the largest: a thread that was stopped once, or touched new pages, says nothing of others."""
     return (math.fsum(samples) - max(samples)) / (len(samples) - 1)
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 from inflight.config import ConfigError
+from inflight.engine.tiers.base import Frames
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.peer_wire import (
     LENGTH_BYTES,
@@ -221,18 +222,18 @@ class PeerServer:
             frames = self._store.kept(key) or ()
             size = sum([frame.nbytes for frame in frames])
             with self._ended_after(client, _SEND_SECONDS + seconds_for(size)):
-                await self._send_all(client, [encoded(Extent(size)), *frames])
+                await self._send_all(client, [memoryview(encoded(Extent(size))), *frames])
 
-    async def _send_all(self, client: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
+    async def _send_all(self, client: socket.socket, frames: Frames) -> None:
         """In one call, as far as there is room: if the first bytes came alone, the reader would wake up for them."""
         try:
-            sent = client.sendmsg(buffers[:_MOST_BUFFERS])
+            sent = client.sendmsg(frames[:_MOST_BUFFERS])
         except BlockingIOError:
             sent = 0
-        for buffer in map(memoryview, buffers):
-            if sent < buffer.nbytes:
-                await self._loop.sock_sendall(client, buffer[sent:])
-            sent = max(0, sent - buffer.nbytes)
+        for frame in frames:
+            if sent < frame.nbytes:
+                await self._loop.sock_sendall(client, frame[sent:])
+            sent = max(0, sent - frame.nbytes)
 
     def _has(self, key: bytes, coming: Container[bytes]) -> bool:
         return key in coming or bool(self._store.find([key]))

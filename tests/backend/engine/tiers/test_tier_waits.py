@@ -124,7 +124,7 @@ def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeyp
     assert len(rig.outputs) == 50
 
 
-def test_who_wants_what_is_on_its_way_asks_no_tier():
+def test_a_request_whose_extents_are_on_their_way_asks_no_tier():
     """But for what it wants beyond that."""
     store = stored([*PROMPT, 8, 8, 8, 8])
     rig = rig_of(store, max_num_seqs=16)
@@ -144,7 +144,7 @@ def test_who_wants_what_is_on_its_way_asks_no_tier():
     assert all(rig.outputs[n, 0] == answer([*PROMPT[:40], n], 4) for n in range(1, 8))
 
 
-def test_what_has_come_before_the_extents_ahead_of_it_is_not_loaded_again():
+def test_an_extent_that_came_before_those_ahead_of_it_is_not_loaded_again():
     """The second request has its answer when half of the first one's loads are done, the last ones first."""
     rig = rig_of(stored())
     for request_id in range(2):
@@ -195,7 +195,7 @@ def test_an_extent_that_takes_a_core_long_does_not_end_a_load(number):
 
 @pytest.mark.parametrize("number", [0, 1, 2, 5])
 def test_a_late_step_does_not_end_a_load(number):
-    """It takes 30 ms, in which the engine has no core.  If all did, the nine extents would come after computing them."""
+    """It takes 30 ms, in which the engine has no core.  If all did, the nine extents would come too late."""
     rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
     late = 0.0
     rig.tiers.cpu_clock = lambda: rig.now - late
