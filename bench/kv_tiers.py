@@ -169,6 +169,7 @@ def count_cpu_of_tiers() -> list[float]:
 
 def many(side: str, arguments: dict[str, Any]) -> common.Run:
     core = engine(arguments, tiers=True)
+    wait_for_pages(core)
     if side == "fifty cached":
         common.add(core, 1000, question(arguments, 1000), max_tokens=1)
         run(core)

@@ -3,7 +3,8 @@
     asked once            extents behind the cached prefix: which tier seems to have them?
     asked again           where another server has just begun the answer, whose KV may still be on its way: for half a
                           second; a peer is not, since it tells what is on its way
-    while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it
+    while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it, or they
+                          come faster than they are computed
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
 No request waits longer than computing would have taken, and none that computes in a few milliseconds asks at all.
@@ -11,6 +12,7 @@ No request waits longer than computing would have taken, and none that computes 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
@@ -59,10 +61,14 @@ class _Visit:
         loads: first block of an extent -> its load.
         begun: extents before this block are cached, or have loads.
         num_lost: loads that had yielded nothing when all of its own were looked at.
+        num_found, num_cached: blocks of its prefix that were cached when it began, and when it was last asked.
+        gained: until then it has lost nothing: computing the extents that have come would have taken so long, and so
+            would the last of them.
     """
 
     num_blocks: int
-    stop: int
+    num_found: int
+    began: float
     until: float
     order: Iterator[EngineTier]
     asked: tuple[EngineTier, int, Future[tuple[int, int | None]]] | None = None
@@ -75,7 +81,13 @@ class _Visit:
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
     begun: int = 0
     num_lost: int = 0
+    stop: int = field(init=False)
+    num_cached: int = field(init=False)
+    gained: float = 0.0
     is_over: bool = False
+
+    def __post_init__(self) -> None:
+        self.stop = self.num_cached = self.num_found
 
 
 class TierAdmission(EngineListener):
@@ -142,7 +154,7 @@ class TierAdmission(EngineListener):
         until = now + min(seconds, _LONGEST_WAIT)
         if request.held_until is not None:
             until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(num_blocks, len(prefix), until, iter(tiers + tiers[:-1]))
+        visit = _Visit(num_blocks, len(prefix), now, until, iter(tiers + tiers[:-1]))
         visit.is_over = (
             seconds < _FEW_SECONDS
             or not request.caches_blocks
@@ -182,6 +194,9 @@ class TierAdmission(EngineListener):
                     visit.stop, visit.again = start, now
                     break
                 count = min(size, stop - start)
+                if self._loads.pool.has(request.block_hashes, start, count):  # it came before the ones ahead of it
+                    visit.begun = start + size
+                    continue
                 load = self._loads.start(tier, request.block_hashes, start, count, prefix)
                 if load is None:
                     break
@@ -197,7 +212,11 @@ class TierAdmission(EngineListener):
             return False
         wanted = range(max(first, visit.begun), stop, size)
         last_hash = request.block_hashes[min(wanted.start + size, stop) - 1]
-        worth = _WORTH * self._compute_seconds(len(prefix), stop)
+        if len(prefix) > visit.num_cached:
+            all_, last = (self._compute_seconds(start, len(prefix)) for start in (visit.num_found, visit.num_cached))
+            visit.gained, visit.num_cached = min(visit.began + all_, now + last), len(prefix)
+        # Extents that come faster than they are computed are waited for, against any estimate.
+        worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop)
         return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
@@ -233,6 +252,8 @@ class TierAdmission(EngineListener):
         size, key_of, hashes = self._tiers.extent_blocks, self._tiers.seal.key_of, request.block_hashes
         while visit.stop < visit.num_blocks:
             if visit.asked is None:
+                if self._joins(visit, hashes):
+                    continue
                 tier = next(visit.order, None)
                 if tier is None:
                     break
@@ -255,6 +276,18 @@ class TierAdmission(EngineListener):
             visit.stop = max([visit.stop, *ends])
             visit.asked = None
         return True
+
+    def _joins(self, visit: _Visit, hashes: Sequence[bytes]) -> bool:
+        """Whether the next extent is on its way for another request: then no tier is asked for it."""
+        size, loads = self._tiers.extent_blocks, self._tiers.loads
+        begin = visit.stop // size * size
+        ends = [begin + size] if begin + size <= visit.num_blocks else self._parts(visit.stop, visit.num_blocks, 0)
+        for end in ends:
+            load = loads.get(hashes[end - 1])
+            if load is not None and load.tier.is_open:
+                visit.places[begin], visit.stop = load.tier, end
+                return True
+        return False
 
     def _keys_of_parts(self, stop: int, num_blocks: int, hashes: Sequence[bytes], found: int) -> list[bytes]:
         """Keys of the extents that end at `_parts`; called in a tier's thread."""

@@ -38,7 +38,7 @@ class EngineTier(Protocol):
 
     Attributes:
         is_shared: others write to its store, too, and it cannot tell what they are about to write.
-        extent_cpu_seconds: of a core that an extent takes to be read, smoothed.
+        extent_cpu_seconds: of a core that an extent usually takes to be read.
     """
 
     name: str

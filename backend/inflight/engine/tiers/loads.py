@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.request import Request
@@ -22,7 +22,7 @@ __all__ = ["Loads"]
 _MOST_IN_FLIGHT = 64  # extents
 _SHARE = 0.06  # of the time beside running requests in which a tier's threads may use a core
 _MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
-_SMOOTHING = 0.25
+_RECENT = 8  # steps that tell the pace
 
 
 class Loads(EngineListener):
@@ -51,7 +51,8 @@ class Loads(EngineListener):
         self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._is_beside = False  # running requests
         self._left = math.inf  # CPU seconds that loads may still take in it
-        self._earned = self._took = 0.0  # CPU seconds for loads, and seconds, of a step beside requests: smoothed
+        self._recent = deque[tuple[float, float]](maxlen=_RECENT)  # steps beside requests: seconds, CPU seconds earned
+        self._pace = 1 / _SHARE  # seconds of such steps that earn a CPU second for loads
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
         self._num_made = self._num_done = 0  # steps
         self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
@@ -98,8 +99,8 @@ class Loads(EngineListener):
         took = now[0] - self._began[0]
         earned = min(_MOST_EARNED, _SHARE * min(took, now[1] - self._began[1]))
         if running:
-            self._earned += _SMOOTHING * (earned - self._earned)
-            self._took += _SMOOTHING * (took - self._took)
+            self._recent.append((took, earned))
+            self._pace = _usual_pace(self._recent)
         self._is_beside = bool(running)
         is_paced = self._is_beside and self.tiers.on_cores
         self._began, self._left = now, (earned if is_paced else math.inf) + min(self._left, 0.0)
@@ -139,7 +140,7 @@ class Loads(EngineListener):
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
         owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
-        paced = max(0.0, owed) * (self._took / self._earned if self._earned else 1 / _SHARE)
+        paced = max(0.0, owed) * self._pace
         begin_later = self._left <= 0 or (self._is_beside and self._preempted)
         if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
             return False
@@ -155,3 +156,10 @@ class Loads(EngineListener):
             self.pool.unreserve(load.blocks)
             return
         self.tiers.num_hits += self.pool.adopt(load.blocks, hashes) * self.pool.block_size
+
+
+def _usual_pace(steps: Iterable[tuple[float, float]]) -> float:
+    """Seconds for each CPU second earned, without the longest step: it may be late for reasons of its own."""
+    usual = sorted(steps)[:-1]
+    earned = math.fsum(each for _, each in usual)
+    return math.fsum(took for took, _ in usual) / earned if earned else 1 / _SHARE

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import operator
 import threading
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -35,6 +36,7 @@ _PATIENCE = 4.0  # a read that is late by a second is expected to be late by so 
 _AT_ONCE_SECONDS = 1e-3
 _UNMEASURED_CPU_SECONDS = 5e-4  # to read and verify an extent from the page cache
 _SMOOTHING = 0.25
+_RECENT = 8  # extents whose times tell what the next one takes
 _FORGETS = 0.98  # of how slow answers were, with each question that is not asked
 _REMEMBERED = 2**17  # keys; about 20 MB
 
@@ -68,7 +70,7 @@ class Tier:
     Attributes:
         errors: why a store failed -> how often.
         load_seconds, num_loaded: of the extents that were read and verified.
-        extent_cpu_seconds: that the last of them took, smoothed.
+        extent_cpu_seconds: that one of the last of them usually took.
         num_stored, num_dropped: extents that it took, or for which too many others waited.
         queued: keys of extents whose writes wait or run.
     """
@@ -94,6 +96,7 @@ class Tier:
         self._lock = threading.Lock()  # of what the threads count
         self._began: dict[int, float] = {}  # thread -> when the read began that it is at
         self._extent_seconds = self._find_seconds = 0.0  # measured; 0: never
+        self._recent, self._recent_cpu = deque[float](maxlen=_RECENT), deque[float](maxlen=_RECENT)
         self._reads, self._writing = _Breaker(), _Breaker()  # apart: a full medium can still be read
         self._finds, self._loads = workers(1, f"{name}-find", 0), workers(_LOADERS, f"{name}-load", 0)
         self._writes = workers(1, f"{name}-write", _MOST_WRITES)
@@ -246,9 +249,11 @@ class Tier:
             self._reads.errors_in_row = 0
             self.num_loaded += 1
             self.load_seconds += took
-            old = self._extent_seconds
-            self._extent_seconds = old + _SMOOTHING * (took - old) if old else took
-            self.extent_cpu_seconds += _SMOOTHING * (self._cpu_clock() - cpu - self.extent_cpu_seconds)
+            self._recent.append(took)
+            self._recent_cpu.append(self._cpu_clock() - cpu)
+            if len(self._recent) > 1:
+                self._extent_seconds = _usual(self._recent)
+                self.extent_cpu_seconds = _usual(self._recent_cpu)
         return True
 
     def _read(self, key: bytes, frames: Frames) -> bool:
@@ -304,6 +309,11 @@ class Tier:
 class _Breaker:
     errors_in_row: int = 0
     off_until: float = float("-inf")
+
+
+def _usual(samples: Collection[float]) -> float:
+    """Their mean without the largest: a thread that was stopped once, or touched new pages, says nothing of others."""
+    return (math.fsum(samples) - max(samples)) / (len(samples) - 1)
 
 
 def _position(ask: Callable[[Sequence[bytes]], int], keys: Sequence[bytes]) -> int:

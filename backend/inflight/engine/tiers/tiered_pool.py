@@ -133,6 +133,10 @@ class TieredPool(KVPool):
         """The blocks of these hashes that the prefix cache has, owned or not."""
         return [block for block in map(self._block_of.get, hashes) if block is not None]
 
+    def has(self, hashes: Sequence[bytes], first: int, count: int) -> bool:
+        """Whether the prefix cache has so many blocks of these hashes, from `first` on."""
+        return all(hashes[index] in self._block_of for index in range(first, first + count))
+
     def touch(self, blocks: Sequence[int]) -> None:
         """Make cached blocks the last to be evicted, the first of them last."""
         for block in reversed(blocks):

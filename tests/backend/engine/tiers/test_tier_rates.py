@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -32,11 +33,14 @@ class Medium(MemoryStore):
     Attributes:
         rate: bytes a second.
         delay: seconds before the first byte of each extent.
+        late: number of a load -> seconds that it takes longer.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.rate, self.delay = float("inf"), 0.0
+        self.late: Mapping[int, float] = {}
+        self._num_begun = 0
         self._free_at = [(0.0, thread) for thread in range(LOADERS)]
         self._in_progress: list[tuple[float, float, int, Any]] = []
 
@@ -44,9 +48,10 @@ class Medium(MemoryStore):
         self.rig = rig
         self._free_at = [(rig.now, thread) for thread in range(LOADERS)]
         self._in_progress = []
+        self._num_begun = 0
 
     def load(self, key: bytes, frames: Frames) -> bool:
-        self.rig.now += self._seconds_of(frames)
+        self.rig.now += self._took
         return super().load(key, frames)
 
     def _seconds_of(self, frames: Frames) -> float:
@@ -62,7 +67,8 @@ class Medium(MemoryStore):
             return False
 
         fill(look)
-        return seconds
+        self._num_begun += 1
+        return seconds + self.late.get(self._num_begun - 1, 0.0)
 
     def pass_time(self, seconds: float) -> None:
         """Let the engine's thread be busy or wait for so long; the tier's threads do what they can meanwhile."""
@@ -70,7 +76,7 @@ class Medium(MemoryStore):
         self._begin_tasks(began)
         while self._in_progress and self._in_progress[0][0] <= until:
             end, start, thread, (future, work, args) = heapq.heappop(self._in_progress)
-            self.rig.now = start
+            self.rig.now, self._took = start, end - start
             self.rig.tiers.tiers[0]._began.pop(thread, None)
             future.set_result(work(*args))
             heapq.heappush(self._free_at, (end, thread))
@@ -169,9 +175,33 @@ def test_loading_is_never_slower_than_computing(extents: dict[bytes, bytes], del
         assert max(ratios[6000]) < (0.35 if beside else 0.1), ratios
 
 
-def seconds_of(rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int) -> list[tuple[float, int]]:
+@pytest.mark.parametrize("beside", [0, 4])
+@pytest.mark.parametrize("number", [0, 1, 30])
+def test_a_late_read_does_not_end_a_load(extents: dict[bytes, bytes], number: int, beside: int) -> None:
+    """It takes 0.3 s: 31 like it take longer than computing, and all others take a millisecond."""
+    (usual, all_hits), _ = seconds_of(1e9, extents, 0.0, beside)
+    (seconds, hits), _ = seconds_of(1e9, extents, 0.0, beside, {number: 0.3})
+    assert all_hits == hits == 7936
+    assert seconds < usual + 0.35
+
+
+@pytest.mark.parametrize("beside", [0, 4])
+@pytest.mark.parametrize("each", [0.2, 1.0, 60.0])
+def test_a_medium_that_becomes_slow_is_given_up_in_time(extents: dict[bytes, bytes], each: float, beside: int) -> None:
+    """Half of the conversation comes at once, and the rest at 10 MB/s, at 2, or not at all."""
+    computed, _ = seconds_of(None, {}, 0.0, beside)
+    (seconds, hits), _ = seconds_of(1e9, extents, 0.0, beside, dict.fromkeys(range(31, 62), each))
+    assert hits >= 31 * BLOCK * EXTENT_BLOCKS
+    print(each, seconds / computed[0], hits)
+    assert seconds < 0.65 * computed[0]
+
+
+def seconds_of(
+    rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int, late: Mapping[int, float] | None = None
+) -> list[tuple[float, int]]:
     """Of a new engine: to the first token of the conversation, two times, and the tokens that came from the medium."""
     medium = Medium()
+    medium.late = late or {}
     medium.rate, medium.delay = rate or float("inf"), delay
     rig = engine(medium)
     found = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -123,6 +124,42 @@ def test_a_request_that_waits_for_its_loads_costs_a_step_next_to_nothing(monkeyp
     assert len(rig.outputs) == 50
 
 
+def test_a_request_whose_extents_are_on_their_way_asks_no_tier():
+    """But for what it wants beyond that."""
+    store = stored([*PROMPT, 8, 8, 8, 8])
+    rig = rig_of(store, max_num_seqs=16)
+    add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    assert len(rig.tiers.loads) == 10
+    store.asked.clear()
+    for request_id in range(1, 8):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    add(rig.core, 8, [*PROMPT, 8, 8, 8, 8], max_tokens=4, ignore_eos=True)
+    rig.step()
+    assert len(rig.core.scheduler.held) == 9
+    assert [work.__name__ for _, work, _ in rig.hand.tasks] == ["_load"] * 10 + ["_find"]
+    rig.run()
+    assert len(rig.reasons) == 9 and rig.tiers.num_hits == 44 and rig.tiers.tiers[0].num_loaded == 11
+    assert all(rig.outputs[n, 0] == answer([*PROMPT[:40], n], 4) for n in range(1, 8))
+
+
+def test_an_extent_that_came_before_those_ahead_of_it_is_not_loaded_again():
+    """The second request has its answer when half of the first one's loads are done, the last ones first."""
+    rig = rig_of(stored())
+    for request_id in range(2):
+        add(rig.core, request_id, [*PROMPT[:40], request_id], max_tokens=4, ignore_eos=True)
+    rig.step()
+    rig.step(1)
+    assert len(rig.tiers.loads) == 10 and len(rig.hand.tasks) == 11
+    rig.step(5, last_first=True)
+    rig.step(1)
+    assert len(rig.tiers.loads) == 5 and len(rig.core.scheduler.held) == 2
+    rig.run()
+    assert rig.tiers.num_hits == 40 and rig.tiers.tiers[0].num_loaded == 10
+    assert all(rig.outputs[n, 0] == answer([*PROMPT[:40], n], 4) for n in range(2))
+
+
 def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
     rig = rig_of(stored(), cpu_seconds=3e-4)
     add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
@@ -143,6 +180,48 @@ def test_long_steps_earn_loads_less_than_a_tenth_of_their_time():
             rig.now += 0.2
             rig.step(99)
     assert rig.outputs[0, 0] and not rig.core.scheduler.held
+
+
+@pytest.mark.parametrize("number", [0, 1, 5])
+def test_an_extent_that_takes_a_core_long_does_not_end_a_load(number):
+    """Of nine that take 0.3 ms of a core one takes 10, as the first one that touches new pages does.  All at the pace
+    take 45 ms, computing them 108; nine like that one would take 1.5 s."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
+    took = [3e-4] * 9
+    took[number] = 1e-2
+    rig.tiers.tiers[0]._cpu_clock = itertools.accumulate(itertools.chain(*zip(itertools.repeat(0.0), took))).__next__
+    assert loaded_beside_a_stream(rig) == 36
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 5])
+def test_a_late_step_does_not_end_a_load(number):
+    """It takes 30 ms, in which the engine has no core.  If all did, the nine extents would come too late."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-4)
+    late = 0.0
+    rig.tiers.cpu_clock = lambda: rig.now - late
+
+    def before(step: int) -> None:
+        nonlocal late
+        if step == number:
+            rig.now, late = rig.now + 0.03, 0.03
+
+    assert loaded_beside_a_stream(rig, before) == 36
+
+
+def loaded_beside_a_stream(rig: TieredRig, before: Callable[[int], None] = lambda step: None) -> int:
+    """Tokens of the 36 of a prompt, whose computing takes 108 ms."""
+    add(rig.core, 1, [5], max_tokens=99, ignore_eos=True)
+    for _ in range(10):
+        rig.step()
+    add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 3e-3):
+        for step in range(99):
+            if (0, 0) in rig.outputs:
+                break
+            before(step)
+            rig.step(99)
+    assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0]))
+    return rig.tiers.num_hits
 
 
 def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serves_a_few():

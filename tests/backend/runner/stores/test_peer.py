@@ -111,6 +111,27 @@ def test_an_extent_that_is_evicted_while_it_is_sent_is_whole() -> None:
         assert any(is_there)
 
 
+@pytest.mark.parametrize(("size", "count"), [(100, 1), (SIZE, 5), (40 * SIZE, 3), (SIZE, 1500)])
+def test_an_extent_is_whole_however_much_of_it_is_sent_in_one_call(rig: PeerRig, size: int, count: int) -> None:
+    """A call takes 1,024 buffers, and what the reader and the system have room for."""
+    rig.host.store(key(1), [memoryview(b""), *frames_of(content(1, size), count)])
+    with contextlib.closing(rig.store()) as store:
+        for _ in range(3):
+            assert is_right(store, 1, size)
+        assert not store.load(key(2), blank(size)[1])
+
+
+def test_a_reader_wakes_up_once_for_the_head_and_the_bytes(rig: PeerRig) -> None:
+    """They are sent in one call, where the system has room for them."""
+    loop = rig.server._loop
+    with readable(rig, 1) as store, mock.patch.object(loop, "sock_sendall", wraps=loop.sock_sendall) as sends:
+        rig.host.store(key(2), frames_of(content(2, 2**10)))
+        assert is_right(store, 2, 2**10)
+        greeting = len(sends.mock_calls)
+        assert is_right(store, 2, 2**10)
+        assert len(sends.mock_calls) == greeting
+
+
 @pytest.mark.parametrize(("ours", "theirs"), [(SECRET, b""), (b"", SECRET), (SECRET, b"t" * 32)])
 def test_another_secret_is_an_error_on_both_sides(ours: bytes, theirs: bytes) -> None:
     with PeerRig(secret=ours) as rig:
