@@ -24,8 +24,9 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
-from inflight_tools.simulator.kv_tier import Peer, SimulatedTiers, VirtualStore
+from inflight_tools.simulator.kv_tier import VirtualStore
 from inflight_tools.simulator.profile import Profile
+from inflight_tools.simulator.simulated_tiers import Peer, SimulatedTiers
 from inflight_tools.workload.scenarios import Job
 
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
@@ -141,6 +142,7 @@ class SimulatedEngine(EngineCore):
         stores: where KV is kept beyond the pool, the fastest first.
         bytes_per_block: of KV.
         peers: engines whose host memory is read.
+        on_cores: whether steps compute on the cores that the threads of tiers need, too.
 
     Attributes:
         kv_tiers: None: there are none.
@@ -156,10 +158,12 @@ class SimulatedEngine(EngineCore):
         stores: Sequence[VirtualStore] = (),
         bytes_per_block: int = 1,
         peers: Sequence[Peer] = (),
+        on_cores: bool = True,
     ) -> None:
         self.device = SimulatedDevice(info, device, host, accepted_drafts or 0.0)
-        has_tiers = stores or peers
-        self.kv_tiers = SimulatedTiers(self.device, stores, bytes_per_block, peers) if has_tiers else None
+        self.kv_tiers = None
+        if stores or peers:
+            self.kv_tiers = SimulatedTiers(self.device, stores, bytes_per_block, peers, on_cores)
         self._held_since = math.inf
         self.device.kv_tiers = self.kv_tiers
         info.tiers = None if self.kv_tiers is None else self.kv_tiers.tiers
@@ -187,7 +191,8 @@ class SimulatedEngine(EngineCore):
             num_host_blocks=config.swap_bytes // per_block,
             swap_seconds_per_block=profile.swap_seconds_per_block,
         )
-        return cls(config, info, profile.device, profile.host, accepted_drafts, stores, per_block, peers)
+        on_cores = profile.options.get("device", "cpu") == "cpu"
+        return cls(config, info, profile.device, profile.host, accepted_drafts, stores, per_block, peers, on_cores)
 
     def succeed(self, former: SimulatedEngine) -> None:
         """Start in the place of an engine that has ended: it has the disk of that one."""

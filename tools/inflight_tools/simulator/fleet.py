@@ -45,6 +45,7 @@ class Replica:
     Attributes:
         open: numbers of the requests that it has.
         stepping: whether a step of the engine runs.
+        former_busy: virtual seconds in which steps of its earlier engines ran.
     """
 
     index: int
@@ -54,6 +55,12 @@ class Replica:
     gauges: Gauges = field(default_factory=Gauges)
     use: _Use = field(default_factory=_Use)
     stepping: bool = False
+    former_busy: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Virtual seconds in which a step of its engines ran."""
+        return self.former_busy + self.engine.busy
 
     @property
     def kv_use(self) -> tuple[float, float]:
@@ -189,6 +196,7 @@ class Fleet:
         assert make is not None, "incidents need a maker of engines"
         engine = make()
         engine.succeed(replica.engine)
+        replica.former_busy += replica.engine.busy
         replica.engine, replica.use, replica.state = engine, _Use(), State.READY
         replica.engine.now = now
         ready = self._ready_of(replica)

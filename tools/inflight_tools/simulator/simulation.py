@@ -20,13 +20,14 @@ from inflight_tools.simulator.router import Router
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Simulation"]
+__all__ = ["CANCEL", "INCIDENT", "Simulation"]
 
 _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if every queue is full
 
 
 # Events at one time come in this order: a user that waited for a token can send a request that joins the next step.
-_END, _INCIDENT, _ARRIVAL, _BEGIN = range(4)
+# A replica learns of a cancellation behind the step that begins now.
+_END, INCIDENT, _ARRIVAL, _BEGIN, CANCEL = range(5)
 
 
 class Simulation:
@@ -74,7 +75,7 @@ class Simulation:
         self._num_open = 0
         self._homeless: list[int] = []  # requests that wait for a replica to be ready
         self._lost_kv: dict[int, int] = {}  # tokens computed for a request at the replica that it lost
-        at = partial(self._at, _INCIDENT)
+        at = partial(self._at, INCIDENT)
         self._restarts = Restarts(self._fleet, incidents or Incidents(), at, self._move, self._house)
 
     def run(self) -> Outcome:
@@ -146,7 +147,7 @@ class Simulation:
         if refused is None:
             return
         if request.resumed or request.tokens:  # it was taken once
-            self._at(_INCIDENT, now + _RETRY_SECONDS, partial(self._place, number))
+            self._at(INCIDENT, now + _RETRY_SECONDS, partial(self._place, number))
         else:
             request.error = refused.message
             self._leave(request, now)
