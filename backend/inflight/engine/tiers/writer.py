@@ -43,6 +43,7 @@ class TierWriter(EngineListener):
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at
         self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
+        self._no_token: dict[Request, None] = {}  # running requests that have not yielded a token yet
         self._computed: deque[_Computed] = deque()
         self._num_made = self._num_done = 0
         tiers.coming = lambda: [one.block_hash for one in list(self._computed)]
@@ -50,15 +51,23 @@ class TierWriter(EngineListener):
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
             self._num_kept[request], self._num_found[request] = 0, request.num_computed_tokens
+            self._no_token[request] = None
 
     def step_begins(self, running: Sequence[Request]) -> None:
-        if self._num_made % _EVERY == 0:
-            for request, num_kept in self._num_kept.items():
-                if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
-                    self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
+        # At once: another engine may go on behind the first token, while the next step here is a long one.
+        first = [request for request in self._no_token if request.num_tokens > request.num_given_tokens]
+        for request in first:
+            del self._no_token[request]
+        for request in self._num_kept if self._num_made % _EVERY == 0 else first:
+            num_kept = self._num_kept[request]
+            if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
+                self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
+        if first:
+            self._send()
 
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
+        self._no_token.pop(request, None)
         if num_kept is not None:
             self._look_at(request, num_kept, self._tiers.part_blocks)
             del self._num_found[request]

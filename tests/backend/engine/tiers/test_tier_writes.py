@@ -135,10 +135,30 @@ def test_a_preempted_request_leaves_its_whole_extents_and_no_part(status, num_ke
     assert len(rig.hand.tasks) == num_kept
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_extents_of_a_prompt_are_kept_when_its_first_token_has_come(asynchronous):
+    """Another engine may go on behind it, and the next step here may be a long one: it is not waited for."""
+    rig = rig_of(MemoryStore(), async_scheduling=asynchronous)
+    add(rig.core, 0, PROMPT, max_tokens=20, ignore_eos=True)
+    while not rig.outputs.get((0, 0)):
+        rig.step()
+    rig.hand.tasks.clear()  # the question of its first look
+    launch, num_tasks = rig.core.runner.launch, []
+
+    def watched(out):
+        num_tasks.append(len(rig.hand.tasks) + len(rig.tiers.coming()))
+        return launch(out)
+
+    with mock.patch.object(rig.core.runner, "launch", watched):
+        rig.step()
+    assert num_tasks[0] == 41 // 4
+    assert len(rig.hand.tasks) == 41 // 4
+
+
 def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
     rig = rig_of(MemoryStore(), async_scheduling=False)
     add(rig.core, 0, PROMPT[:9], max_tokens=20, ignore_eos=True)
-    while len(rig.outputs.get((0, 0), [])) < 3:
+    while len(rig.outputs.get((0, 0), [])) < 5:
         rig.step()
     rig.hand.run(99)
     rig.core.abort(0)
