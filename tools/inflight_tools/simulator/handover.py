@@ -97,7 +97,7 @@ class HandoverSimulation(Simulation):
         found, seconds = self._handovers, outcome.seconds
         found.bytes_sent = sum(port.num_bytes for port in self._ports)
         if seconds:
-            found.busiest = max(port.link.seconds for port in self._ports) / seconds
+            found.busiest = min(1.0, max(port.link.seconds for port in self._ports) / seconds)
             size = len(self._fleet)
             busy = [replica.busy for replica in self._fleet.replicas]
             found.decode_busy = sum(busy[:size]) / seconds / size

@@ -6,15 +6,17 @@ import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from inflight.config import ConfigError, parse_bytes
 from inflight.engine.tiers.base import Frames, TornError
+from inflight.runner.stores.peer_wire import seconds_for
 from inflight_tools.simulator.kv_tier import CPU_SECONDS_PER_BYTE, Access, TaskClock, parse_latency
 from inflight_tools.simulator.simulated_tiers import SimulatedTiers
 
 __all__ = ["Link", "LinkSpec", "PeerOf", "Port", "parse_link"]
 
+_ANSWER_SECONDS = 1.0  # in which the other engine must answer, beyond the time for the bytes
 _COMING_SECONDS = 0.5  # for which the other engine lets a read wait for an extent that is still written
 _REMEMBERED_SECONDS = 60.0
 
@@ -94,16 +96,14 @@ class Link:
         del self._starts[:old], self._ends[:old]
 
 
-def _move(links: Sequence[Link], start: float, seconds: float) -> float:
-    """Take all links for so long at the same time, `start` at the earliest; returns the end."""
+def _free_from(links: Sequence[Link], start: float, seconds: float) -> float:
+    """The first time from which all of them are free for so long."""
     begin = -math.inf
     while begin < start:
         begin = start
         for link in links:
             start = link.free_from(start, seconds)
-    for link in links:
-        link.take(start, seconds)
-    return start + seconds
+    return start
 
 
 class Port:
@@ -119,6 +119,14 @@ class Port:
         self.link = Link()
         self.tiers: SimulatedTiers | None = None
         self.num_bytes = 0
+
+
+class _Read(NamedTuple):
+    """A read that has begun: how long it takes, whether that is too long, and the engine that is read."""
+
+    seconds: float
+    is_late: bool
+    tiers: SimulatedTiers | None
 
 
 class PeerOf:
@@ -138,7 +146,7 @@ class _PeerAccess(Access):
 
     def __init__(self, port: Port, link: Link, clock: TaskClock, bytes_per_block: int) -> None:
         self._port, self._link, self._clock, self._bytes_per_block = port, link, clock, bytes_per_block
-        self._reads: dict[bytes, tuple[float, SimulatedTiers | None]] = {}  # seconds of those that have begun
+        self._reads: dict[bytes, _Read] = {}
 
     def begun(self, kind: str, args: tuple[Any, ...], start: float) -> tuple[float, tuple[Any, ...]]:
         latency = self._port.spec.latency
@@ -149,18 +157,22 @@ class _PeerAccess(Access):
         if kind == "write":
             return 0.0, args
         key, fill = args
-        self._reads[key] = self._read_seconds(key, self.bytes_asked(fill), start), self._tiers(start)
-        return self._reads[key][0], args
+        read = self._reads[key] = self._begun(key, self.bytes_asked(fill), start)
+        return read.seconds, args
 
-    def _read_seconds(self, key: bytes, num_bytes: int, start: float) -> float:
+    def _begun(self, key: bytes, num_bytes: int, start: float) -> _Read:
         spec, tiers = self._port.spec, self._tiers(start)
         if tiers is None or tiers.host is None:
-            return spec.latency
+            return _Read(spec.latency, False, None)
         there = start if key in tiers.host.extents else tiers.coming(start).get(key, math.inf)
         if there > start + _COMING_SECONDS:
-            return spec.latency + (0.0 if there == math.inf else _COMING_SECONDS)
-        links = self._port.link, self._link
-        return _move(links, there + spec.latency, num_bytes / spec.bytes_per_second) - start
+            return _Read(spec.latency + (0.0 if there == math.inf else _COMING_SECONDS), False, tiers)
+        took, limit = num_bytes / spec.bytes_per_second, _ANSWER_SECONDS + seconds_for(num_bytes)
+        links, asked = (self._port.link, self._link), there + spec.latency
+        begin, until = _free_from(links, asked, min(took, limit)), asked + limit
+        for link in links if begin < until else ():
+            link.take(begin, min(took, until - begin))
+        return _Read(min(begin + took, until) - start, begin + took > until, tiers)
 
     def find(self, keys: Sequence[bytes]) -> int:
         self._clock.spend(self._port.spec.latency)
@@ -171,10 +183,12 @@ class _PeerAccess(Access):
         return self._position(keys, self._clock(), True)
 
     def load(self, key: bytes, frames: Frames) -> bool:
-        seconds, begun = self._reads.pop(key)
-        self._clock.spend(seconds)
+        read = self._reads.pop(key)
+        self._clock.spend(read.seconds)
         tiers = self._tiers(self._clock())
-        if tiers is None or tiers is not begun:
+        if read.is_late:
+            raise TimeoutError("no answer in time")
+        if tiers is None or tiers is not read.tiers:
             raise ConnectionResetError("the engine there has ended meanwhile")
         kept = None if tiers.host is None else tiers.host.extents.get(key)
         if tiers.host is None or kept is None:
