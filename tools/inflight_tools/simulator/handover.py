@@ -25,7 +25,7 @@ from inflight_tools.simulator.incidents import Incidents
 from inflight_tools.simulator.outcome import Handovers, Outcome, Served
 from inflight_tools.simulator.peer_link import Port
 from inflight_tools.simulator.router import Router
-from inflight_tools.simulator.simulation import CANCEL, INCIDENT, Simulation
+from inflight_tools.simulator.simulation import AFTER, INCIDENT, Simulation
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
@@ -61,9 +61,9 @@ class _Prefill:
 class HandoverSimulation(Simulation):
     """A simulation with replicas that compute only prompts, behind one process of the gateway.
 
-    Such a replica gets a request as it is.  Its first token goes to the user, and it is cancelled there, which it
-    learns behind the next step.  The request goes on at a replica that the router chooses, whose engine asks for the
-    KV by its content.
+    Such a replica gets a request as it is.  Its first token goes to the user.  After the latency of the network, when
+    its next step has begun, it is cancelled there and goes on at a replica that the router chooses, whose engine asks
+    for the KV by its content.
 
     Args:
         ports: of the replicas that `prefills` makes, in their order.
@@ -162,7 +162,8 @@ class HandoverSimulation(Simulation):
         prefill.rest.failed(now)
         self._fleet.remove(begun.replica, number)
         begun.replica.engine.abort(number)
-        self._go_on(number, now, begun.prompt, False)
+        self._opened[number] = _Opened(now, begun.prompt, False)
+        super()._place(number, now)
 
     def _left(self, number: int, outcome: str) -> _Prefill:
         """A request is no longer at its replica for prompts."""
@@ -171,10 +172,6 @@ class HandoverSimulation(Simulation):
         prefill.queued -= begun.prompt.tokens - begun.prompt.cached
         self._handovers.outcomes[outcome] += 1
         return prefill
-
-    def _go_on(self, number: int, now: float, prompt: Prompt, was_handed_over: bool) -> None:
-        self._opened[number] = _Opened(now, prompt, was_handed_over)
-        super()._place(number, now)
 
     def _move(self, numbers: list[int], engine: SimulatedEngine, now: float) -> None:
         for number in numbers:
@@ -202,9 +199,13 @@ class HandoverSimulation(Simulation):
             self._costs.prefill.add(now, (now - begun.at) / computed)
         if not request.ended:
             self._fleet.remove(begun.replica, number)
-            engine = begun.replica.engine
-            self._at(CANCEL, now, lambda _: engine.abort(number))
-            self._go_on(number, now, begun.prompt, True)
+            self._opened[number] = _Opened(now, begun.prompt, True)
+            then = now + self._ports[0].spec.latency
+            self._at(AFTER, then, partial(self._continue, number, begun.replica.engine))
+
+    def _continue(self, number: int, engine: SimulatedEngine, now: float) -> None:
+        engine.abort(number)
+        super()._place(number, now)
 
     def _measure(self, opened: _Opened, request: Served, delta: SequenceDelta, now: float) -> None:
         took = now - opened.at

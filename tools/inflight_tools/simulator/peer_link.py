@@ -147,13 +147,13 @@ class _PeerAccess(Access):
     def __init__(self, port: Port, link: Link, clock: TaskClock, bytes_per_block: int) -> None:
         self._port, self._link, self._clock, self._bytes_per_block = port, link, clock, bytes_per_block
         self._reads: dict[bytes, _Read] = {}
+        self._latency = min(port.spec.latency, _ANSWER_SECONDS)  # of a question
 
     def begun(self, kind: str, args: tuple[Any, ...], start: float) -> tuple[float, tuple[Any, ...]]:
-        latency = self._port.spec.latency
         if kind == "find":
             keys, behind = args
             answers = self._tiers(start) is not None
-            return latency * (bool(keys) + bool(answers and behind(self._position(keys, start, False)))), args
+            return self._latency * (bool(keys) + bool(answers and behind(self._position(keys, start, False)))), args
         if kind == "write":
             return 0.0, args
         key, fill = args
@@ -175,12 +175,17 @@ class _PeerAccess(Access):
         return _Read(min(begin + took, until) - start, begin + took > until, tiers)
 
     def find(self, keys: Sequence[bytes]) -> int:
-        self._clock.spend(self._port.spec.latency)
+        self._answered()
         return self._position(keys, self._clock(), False)
 
     def first_of(self, keys: Sequence[bytes]) -> int:
-        self._clock.spend(self._port.spec.latency)
+        self._answered()
         return self._position(keys, self._clock(), True)
+
+    def _answered(self) -> None:
+        self._clock.spend(self._latency)
+        if self._latency < self._port.spec.latency:
+            raise TimeoutError("no answer in time")
 
     def load(self, key: bytes, frames: Frames) -> bool:
         read = self._reads.pop(key)

@@ -20,14 +20,14 @@ from inflight_tools.simulator.router import Router
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["CANCEL", "INCIDENT", "Simulation"]
+__all__ = ["AFTER", "INCIDENT", "Simulation"]
 
 _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if every queue is full
 
 
 # Events at one time come in this order: a user that waited for a token can send a request that joins the next step.
-# A replica learns of a cancellation behind the step that begins now.
-_END, INCIDENT, _ARRIVAL, _BEGIN, CANCEL = range(5)
+# What a user does about a token comes when the next step at its replica has begun.
+_END, INCIDENT, _ARRIVAL, _BEGIN, AFTER = range(5)
 
 
 class Simulation:
