@@ -23,13 +23,14 @@ from inflight_tools.workload.scenarios import Job
 MIB = 2**20
 LARGE = msgspec.structs.replace(PROFILE, bytes_per_block=MIB // 16)  # an extent is 16 blocks of 16 tokens
 HOST = TierSpec("host", 256 * MIB, 5e9, 1e-5)
+LINK = LinkSpec(1e9, 1e-4)
 
 
 def hand_over(
     jobs: Iterable[Job],
     prefills: int = 1,
     decodes: int = 1,
-    link: LinkSpec = LinkSpec(1e9, 1e-4),
+    link: LinkSpec = LINK,
     handover: str = "256",
     incidents: Incidents | None = None,
     host: TierSpec = HOST,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulated import job, simulate
-from simulated_handover import HOST, LARGE, MIB, hand_over
+from simulated_handover import LARGE, MIB, hand_over
 
 from inflight.engine.policies.cost_model import StepCost
 from inflight_tools.simulator.engine import SimulatedEngine

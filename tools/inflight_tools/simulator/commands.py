@@ -218,9 +218,7 @@ def _prefills(replicas: int | None, link: str | None, handover: str | None) -> P
     if replicas is None:
         for name, value in (("--handover-link", link), ("--handover", handover)):
             if value is not None:
-                raise ConfigError(
-                    f"{name} {value!r} needs replicas that compute prompts: also give --prefill-replicas N"
-                )
+                raise ConfigError(f"{name} {value!r} needs replicas for prompts: also give --prefill-replicas N")
         return None
     return Prefills(replicas, parse_link(link or "1.25GB/s:0.2ms"), handover or "auto")
 

@@ -52,7 +52,7 @@ def parse_link(text: str) -> LinkSpec:
         )
     try:
         num_bytes = parse_bytes(rate.removesuffix("/s"))
-    except ConfigError as error:
+    except (ConfigError, OverflowError) as error:
         raise ConfigError(f"--handover-link {text!r}: {error}") from None
     if not num_bytes:
         raise ConfigError(f"--handover-link {text!r}: the rate must be more than 0")
