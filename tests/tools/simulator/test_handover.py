@@ -148,6 +148,14 @@ def test_a_slow_replica_for_prompts_gets_none_for_a_while():
     assert refusing["refused"] == 1 and refusing["busy"] > 0
 
 
+def test_on_a_gpu_no_step_is_longer_for_what_is_copied():
+    options = {**LARGE.options, "device": "cuda"}
+    outcome = hand_over(longs(3), profile=msgspec.structs.replace(LARGE, options=options))
+    for engine in outcome.replicas:
+        assert not engine.kv_tiers.tiers.on_cores and engine.kv_tiers.cpu_seconds() == 0.0
+    assert [request.cached for request in outcome.requests[1:]] == [TOKENS - 8] * 2  # the first is not measured yet
+
+
 def test_the_report_names_both_kinds_of_replicas():
     report = summarise(hand_over(longs(5)), SLO())
     assert [(tier.type, tier.loaded) for tier in report.kv_tiers] == [("peer", 20), ("host", 0)]

@@ -82,7 +82,7 @@ class Fleet:
 
     Attributes:
         ready: indices of the replicas that take requests, ascending.
-        ready_prefills: the same of those that compute only prompts.
+        ready_prefills: the same of the replicas that compute only prompts.
         in_flight: requests that each replica has; the router knows them, since they go through it.
         scraped: the gauges of each replica when the router last looked.
         retired: engines that died or were restarted, with their KV use.

@@ -270,18 +270,17 @@ class VirtualWorkers:
             self.advance(self._engine.now)
         return future
 
-    def ends(self, until: float, each: float) -> dict[bytes, float]:
-        """When the writes end that were given by then: of each key.
+    def ends(self, each: float) -> dict[bytes, tuple[float, float]]:
+        """When each write was given that waits or runs, and when it ends: by key.
 
         Args:
             each: seconds of one that has not begun.
         """
-        ends = {task.args[0]: task.end for task in self._running if task.asked <= until}
+        ends = {task.args[0]: (task.asked, task.end) for task in self._running}
         free = max([*self._free, *(task.end for task in self._running)])
         for asked, _, _, args in self._queue:
             free = max(free, asked) + each
-            if asked <= until:
-                ends[args[0]] = free
+            ends[args[0]] = asked, free
         return ends
 
     def offer(self, work: Callable[..., Any], *args: Any) -> bool:

@@ -55,7 +55,7 @@ class Served:
 
 @dataclass
 class Handovers:
-    """What became of the prompts for replicas that compute only prompts.
+    """The work of replicas that compute only prompts.
 
     Attributes:
         outcomes: as the gateway counts them in `inflight_gateway_handovers_total`.
@@ -89,7 +89,7 @@ class Outcome:
         waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
             share of the KV blocks in use.
         num_replicas: of the fleet, whether they are ready or not.
-        handovers: what became of the prompts for replicas that compute only prompts; None: there are no such replicas.
+        handovers: the work of replicas that compute only prompts; None: there are none.
     """
 
     requests: list[Served]

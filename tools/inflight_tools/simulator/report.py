@@ -84,7 +84,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class HandoverReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What became of the prompts for replicas that compute only prompts.
+    """The work of replicas that compute only prompts.
 
     Attributes:
         outcomes: as in the gateway's `inflight_gateway_handovers_total`.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from inflight.engine.tiers.base import Read
+from inflight.engine.tiers.base import EngineTier, Read
 from inflight.engine.tiers.seal import Seal
 from inflight.engine.tiers.tier import Tier
 from inflight.engine.tiers.tiers import Tiers
@@ -37,6 +39,22 @@ class VirtualBlocks:
 
     def map_pages(self) -> None:
         pass
+
+
+@dataclass
+class _Tiers(Tiers):
+    """The engine's own, which remember when an extent was noted: it is stored once its step has run.
+
+    Attributes:
+        noted: key -> when, at least of what waits to be stored.
+    """
+
+    noted: dict[bytes, float] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
+
+    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[EngineTier]:
+        self.noted[self.seal.key_of(block_hash)] = self.clock()
+        return super().missing_in(block_hash, is_computed)
 
 
 class Peer(Protocol):
@@ -80,7 +98,7 @@ class SimulatedTiers:
         self._tiers += [
             self._made("peer", peer.access(self._clock, bytes_per_block), seal, "none")[0] for peer in peers
         ]
-        self.tiers = Tiers(self._tiers, VirtualBlocks(bytes_per_block), seal, self._clock, on_cores)
+        self.tiers = _Tiers(self._tiers, VirtualBlocks(bytes_per_block), seal, self._clock, on_cores, clock=self._clock)
 
     def _tier(self, store: VirtualStore, seal: Seal) -> Tier:
         kind = store.spec.type
@@ -128,7 +146,10 @@ class SimulatedTiers:
             return {}
         store, writes = self._host
         num_bytes = self.tiers.extent_blocks * self._bytes_per_block
-        return writes.ends(until, store.spec.latency + num_bytes / store.spec.bytes_per_second)
+        ends = writes.ends(store.spec.latency + num_bytes / store.spec.bytes_per_second)
+        former = self.tiers.noted
+        noted = self.tiers.noted = {key: min(asked, former.get(key, asked)) for key, (asked, _) in ends.items()}
+        return {key: end for key, (_, end) in ends.items() if noted[key] <= until}
 
     def served(self, num_bytes: int) -> None:
         """Another engine has read so much: sending it took a core, too."""

@@ -26,7 +26,7 @@ _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if ever
 
 
 # Events at one time come in this order: a user that waited for a token can send a request that joins the next step.
-# What a user does about a token comes when the next step at its replica has begun.
+# The gateway acts on a token when the next step at its replica has begun.
 _END, INCIDENT, _ARRIVAL, _BEGIN, AFTER = range(5)
 
 
