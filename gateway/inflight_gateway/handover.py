@@ -16,7 +16,15 @@ from typing import Any
 
 from inflight_client import DeadlineExceededError, InflightError, ServerUnreachableError
 from inflight_client.request import GenerationRequest
-from inflight_gateway.handover_policy import LEAST_TOKENS, Costs, SentPrefixes, can_be_handed_over, pays
+from inflight_gateway.handover_policy import (
+    LEAST_TOKENS,
+    Costs,
+    Rest,
+    SentPrefixes,
+    can_be_handed_over,
+    is_wanted,
+    least_tokens,
+)
 from inflight_gateway.handover_stream import HandoverStream, Outcome
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import AnyStream, AnyUpstream, ServedModel, Upstream
@@ -25,7 +33,6 @@ __all__ = ["HandoverUpstream", "PrefillTriton", "with_handover"]
 
 _log = logging.getLogger("inflight_gateway")
 
-_FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds, as of `inflight_client.endpoints`
 _FACTS_SECONDS = 1.0  # for which what a Triton serves is remembered: another checkpoint must not compute first tokens
 _MISMATCH_SECONDS = 2.0  # for which a Triton is not asked again for a model or adapter that it does not have
 _ASK_SECONDS = 5.0  # for it to tell what it serves
@@ -34,8 +41,7 @@ _ASK_SECONDS = 5.0  # for it to tell what it serves
 class PrefillTriton:
     """A Triton for prompts.
 
-    It rests after a failure: for a second, then twice as long each time, at most 30 s, but as long as it asks for.
-    After a rest it gets one prompt at a time until it answers.
+    After a failure it rests.
 
     Args:
         address: `host:port`.
@@ -51,15 +57,14 @@ class PrefillTriton:
         self.upstream = upstream
         self.queued = 0
         self._clock = clock
-        self._failures = 0
-        self._rests_until = float("-inf")
+        self._rest = Rest()
         self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._mismatches: dict[tuple[str, str | None], float] = {}
         self._told: set[tuple[str, str | None]] = set()
 
     @property
     def is_free(self) -> bool:
-        return self._clock() >= self._rests_until and not (self._failures and self.queued)
+        return self._rest.is_over(self._clock(), self.queued)
 
     def may_serve(self, model: str, adapter: str | None) -> bool:
         """Whether it did not lack them a moment ago."""
@@ -89,7 +94,7 @@ class PrefillTriton:
         self._mismatches.clear()
 
     def answered(self, model: str, adapter: str | None) -> None:
-        self._failures = 0
+        self._rest.answered()
         self._told.discard((model, adapter))
 
     def mismatched(self, model: str, adapter: str | None) -> None:
@@ -103,12 +108,9 @@ class PrefillTriton:
             _log.warning("the Triton for prompts at %s does not serve %s as the others do", self.address, what)
 
     def failed(self, why: str, retry_after: float | None = None) -> None:
-        if self._clock() < self._rests_until:  # one of several requests that failed together
-            return
-        rest = max(retry_after or 0.0, min(_LONGEST_REST, _FIRST_REST * 2 ** min(self._failures, 16)))
-        self._failures += 1
-        self._rests_until = self._clock() + rest
-        _log.warning("the Triton for prompts at %s gets none for %g s: %s", self.address, rest, why)
+        seconds = self._rest.failed(self._clock(), retry_after)
+        if seconds is not None:
+            _log.warning("the Triton for prompts at %s gets none for %g s: %s", self.address, seconds, why)
 
 
 def with_handover(
@@ -159,7 +161,7 @@ class HandoverUpstream:
     ) -> None:
         self._upstream = upstream
         self._prefills = list(prefills)
-        self._above = int(handover) if handover.isdigit() else None
+        self._above = least_tokens(handover)
         self._report = report
         self._gap = gap
         self._sent = SentPrefixes()
@@ -178,10 +180,8 @@ class HandoverUpstream:
         tokens = prompt.tokens - prompt.cached
         free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.queued)
         prefills = [one for one in free if one.may_serve(request.model, request.adapter)]
-        if self._above is not None:
-            wanted = tokens > self._above
-        else:
-            wanted = pays(costs, time.monotonic(), tokens, prefills[0].queued if prefills else 0)
+        queued = prefills[0].queued if prefills else 0
+        wanted = is_wanted(self._above, costs, time.monotonic(), tokens, queued)
         if wanted and not prefills:
             self._report("mismatch" if free else "busy")
         if not wanted or not prefills:

@@ -14,7 +14,18 @@ from inflight_client.request import GenerationRequest
 from inflight_gateway.affinity import key_of
 from inflight_gateway.routing import CHARACTERS, leading_text
 
-__all__ = ["LEAST_TOKENS", "Costs", "Prompt", "Recent", "SentPrefixes", "can_be_handed_over", "pays"]
+__all__ = [
+    "LEAST_TOKENS",
+    "Costs",
+    "Prompt",
+    "Recent",
+    "Rest",
+    "SentPrefixes",
+    "can_be_handed_over",
+    "is_wanted",
+    "least_tokens",
+    "pays",
+]
 
 LEAST_TOKENS = 256  # "auto" hands over no fewer: tiers keep KV in pieces of about this size
 _PIECE = 256  # tokens: prefixes are compared in steps of so many
@@ -22,6 +33,7 @@ _REMEMBERED = 2**16  # pieces, of 4 million tokens; about 10 MB
 _REMEMBERED_SECONDS, _SAMPLES = 60.0, 16
 _LEAST_PATIENCE, _UNMEASURED_PATIENCE, _MOST_PATIENCE = 1.0, 10.0, 30.0  # seconds
 _PATIENCE = 3.0  # times the usual seconds
+_FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds, as of `inflight_client.endpoints`
 
 
 class Recent:
@@ -83,6 +95,48 @@ def pays(costs: Costs, now: float, tokens: int, queued: int) -> bool:
         return tokens >= LEAST_TOKENS
     waits = queued * (costs.prefill.median(now) or each)
     return tokens * each > max(waits, costs.transfer.median(now) or 0.0)
+
+
+def least_tokens(handover: str) -> int | None:
+    """The number that `handover` is, so that prompts of more tokens are handed over; None: it is "auto"."""
+    return int(handover) if handover.isdigit() else None
+
+
+def is_wanted(above: int | None, costs: Costs, now: float, tokens: int, queued: int) -> bool:
+    """Whether to hand over a prompt.
+
+    Args:
+        above: as from `least_tokens`.
+        tokens, queued: as of `pays`.
+    """
+    return pays(costs, now, tokens, queued) if above is None else tokens > above
+
+
+class Rest:
+    """A Triton for prompts rests after a failure: for a second, then twice as long each time, at most 30 s.
+
+    It rests as long as it asks for if that is longer.  After a rest it gets one prompt at a time until it answers.
+    """
+
+    def __init__(self) -> None:
+        self._failures = 0
+        self._until = float("-inf")
+
+    def is_over(self, now: float, queued: int) -> bool:
+        """Whether it gets another prompt, beside so many tokens of prompts."""
+        return now >= self._until and not (self._failures and queued)
+
+    def answered(self) -> None:
+        self._failures = 0
+
+    def failed(self, now: float, retry_after: float | None = None) -> float | None:
+        """The seconds of its rest; None: it rests already, so this was one of several requests that failed together."""
+        if now < self._until:
+            return None
+        seconds = max(retry_after or 0.0, min(_LONGEST_REST, _FIRST_REST * 2 ** min(self._failures, 16)))
+        self._failures += 1
+        self._until = now + seconds
+        return seconds
 
 
 @dataclass(frozen=True)

@@ -153,8 +153,8 @@ KILLED, DRAINED = "a disk, killed", "a disk, drained"
 @pytest.mark.parametrize(
     ("what", "seconds", "cached"),
     [
-        *(("redis", seconds, cached) for seconds, cached in ((0.010, 0), (0.030, 256), (0.100, TOKENS))),
-        *((KILLED, seconds, cached) for seconds, cached in ((0.010, 0), (0.030, 256), (0.100, TOKENS))),
+        *(("redis", seconds, cached) for seconds, cached in ((0.005, 0), (0.025, 256), (0.100, TOKENS))),
+        *((KILLED, seconds, cached) for seconds, cached in ((0.005, 0), (0.025, 256), (0.100, TOKENS))),
         (DRAINED, 0.010, TOKENS),
     ],
 )

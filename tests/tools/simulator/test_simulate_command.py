@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 import msgspec
 import pytest
@@ -150,3 +151,65 @@ def test_the_highest_rate_is_found_from_either_side(capacity):
         return Trial({}, msgspec.structs.replace(report, attainment=good), rate)
 
     assert highest_rate(attempt, 2.0, SLO()).rate == pytest.approx(capacity, rel=0.02)
+
+
+def of_prompts(profile, *arguments):
+    common = ["--scenario", "lognormal", "--requests", 12, "--arrivals", "poisson", "--rate", 4, "--replicas", 2]
+    return simulate(profile, *common, "--prefill-replicas", 1, *arguments)
+
+
+def test_replicas_for_prompts_are_compared_with_as_many_that_do_both(profile, tmp_path):
+    results = [of_prompts(profile, "--slo-itl", 0.05, "--report", tmp_path / f"{n}.json") for n in range(2)]
+    assert results[0].exit_code == 0, results[0].output
+    assert results[0].output.splitlines()[:-1] == results[1].output.splitlines()[:-1], "the same seed, the same result"
+    rows = json.loads((tmp_path / "0.json").read_text())
+    assert rows == json.loads((tmp_path / "1.json").read_text())
+    assert [tuple(row["setting"].values()) for row in rows] == [(3, 0, None), (3, 0, 50), (2, 1, None), (2, 1, 50)]
+    assert len({(row["requests"], row["refused"], row["tokens"], row["replicas"]) for row in rows}) == 1
+    assert [row["handover"] is None for row in rows] == [True, True, False, False]
+    assert rows[2]["handover"]["outcomes"]["handed_over"] > 0
+    for line in (
+        "3 that do both, target 50 ms ",
+        "1 for prompts + 2 ",
+        "SLO (2 s to the first token, 250 ms per further ",
+    ):
+        assert line in results[0].output
+    assert "no gap above 50 ms): " in results[0].output and "nan" not in results[0].output
+
+
+def test_the_target_of_the_comparison_is_that_of_the_options_or_the_slo(profile, tmp_path):
+    for arguments, target in ((["--set", "itl_target_ms=33"], 33), (["--slo-tpot", 0.04], 40)):
+        result = of_prompts(profile, *arguments, "--handover", "off", "--report", tmp_path / "r.json")
+        assert result.exit_code == 0, result.output
+        rows = json.loads((tmp_path / "r.json").read_text())
+        assert [row["setting"]["itl_target_ms"] for row in rows] == [None, target] * 2
+        assert rows[2]["handover"]["outcomes"] == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--handover", "auto"], "--handover 'auto' needs replicas for prompts: also give --prefill-replicas N"),
+        (["--handover-link", "1GB/s:1ms"], "--handover-link '1GB/s:1ms' needs replicas for prompts"),
+        (["--prefill-replicas", 0], "Invalid value for '--prefill-replicas'"),
+        (["--prefill-replicas", 1, "--handover-link", "-1GB/s:1ms"], "cannot read '-1GB' as a size"),
+        (["--prefill-replicas", 1, "--handover-link", "0GB/s:1ms"], "the rate must be more than 0"),
+        (["--prefill-replicas", 1, "--handover-link", "1GB:1ms"], "expected RATE:LATENCY"),
+        (["--prefill-replicas", 1, "--handover-link", "1GB/s:-1ms"], "expected RATE:LATENCY"),
+        (["--prefill-replicas", 1, "--handover-link", "9" * 400 + "GB/s:1ms"], "--handover-link '999"),
+        (["--prefill-replicas", 1, "--handover", "fast"], "must be a number of tokens, auto or off"),
+        (["--prefill-replicas", 1, "--sweep", "max_num_seqs=1,2"], "leave out --sweep and --find-replicas"),
+        (["--prefill-replicas", 1, "--set", "enable_prefix_caching=false"], "needs enable_prefix_caching=true"),
+        (["--prefill-replicas", 1, "--kill", "3:2"], "there is no replica 2 among 2"),
+        (["--prefill-replicas", 1, "--kill", "3:0", "--startup", "inf"], "no replica would be left"),
+    ],
+)
+def test_replicas_for_prompts_that_cannot_be_simulated_are_rejected(profile, arguments, message):
+    result = simulate(profile, *arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+def test_without_the_gateway_there_are_no_replicas_for_prompts(profile, monkeypatch):
+    monkeypatch.setitem(sys.modules, "inflight_gateway.handover_policy", None)
+    result = simulate(profile, "--prefill-replicas", 1)
+    assert result.exit_code == 2 and "pip install 'triton-inflight[gateway]'" in result.output

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -18,12 +19,14 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight.model_json import read_model_json
 from inflight_tools.repository import parse_setting, resolve_model
+from inflight_tools.simulator.comparison import compare, comparison_table
 from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
 from inflight_tools.simulator.kv_tier import parse_kv_tier
+from inflight_tools.simulator.peer_link import parse_link
 from inflight_tools.simulator.profile import Profile, find_profile
 from inflight_tools.simulator.report import summarise, table
 from inflight_tools.simulator.router import ROUTERS
-from inflight_tools.simulator.scene import Scene
+from inflight_tools.simulator.scene import Prefills, Scene
 from inflight_tools.simulator.sizing import MAX_REPLICAS, find_size
 from inflight_tools.simulator.sweep import Trial, best, highest_rate, parse_sweep, settings
 from inflight_tools.simulator.values_file import values_yaml
@@ -115,6 +118,27 @@ def simulate(
             help="Keep KV beyond the pool: disk:100GiB:1.6GB/s:0.2ms; host, disk or redis; repeatable, fastest first.",
         ),
     ] = None,
+    prefill_replicas: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=1000,
+            help="Beside --replicas: engines that compute only prompts, compared with as many that do both.",
+        ),
+    ] = None,
+    handover_link: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RATE:LATENCY",
+            help="With --prefill-replicas: the network of each replica (1.25GB/s:0.2ms).",
+        ),
+    ] = None,
+    handover: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N|off", help="With --prefill-replicas: which prompts, as `inflight gateway --handover`."
+        ),
+    ] = None,
     kill: Annotated[
         list[str] | None,
         typer.Option(metavar="SECONDS[:REPLICA]", help="The replica (0, if none is named) dies then; repeatable."),
@@ -129,6 +153,9 @@ def simulate(
     ] = 60.0,
     slo_ttft: Annotated[float, typer.Option(min=0, help="SLO: seconds to the first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(min=0, help="SLO: seconds per further token.")] = 0.25,
+    slo_itl: Annotated[
+        float, typer.Option(min=0, help="SLO: seconds of a request's longest gap; inf: any.")
+    ] = math.inf,
     attainment: Annotated[float, typer.Option(min=0, max=1, help="SLO: share of requests that must meet it.")] = 0.9,
     find_replicas: Annotated[
         bool, typer.Option("--find-replicas", help="Find the fewest replicas that meet the SLO.")
@@ -151,6 +178,9 @@ def simulate(
             raise ConfigError("--values and --survive belong to --find-replicas; give it, or leave them out")
         if find_replicas and (sweep or kill or rollout is not None):
             raise ConfigError("--find-replicas takes no --sweep, --kill or --rollout; --survive N loses replicas")
+        prefills = _prefills(prefill_replicas, handover_link, handover)
+        if prefills is not None and (sweep or find_replicas):
+            raise ConfigError("--prefill-replicas is a comparison of its own; leave out --sweep and --find-replicas")
         found = find_profile(profile)
         options = _engine_options(None, config, set_ or [], needs_model=False)
         load = Load(
@@ -163,18 +193,34 @@ def simulate(
             startup,
         )
         tiers = tuple(map(parse_kv_tier, kv_tier or []))
-        scene = Scene(found, options, load, users, replicas, router, incidents, scrape_interval, accepted_drafts, tiers)
+        scene = Scene(
+            found, options, load, users, replicas, router, incidents, scrape_interval, accepted_drafts, tiers, prefills
+        )
         scene.check()
-        slo = SLO(slo_ttft, slo_tpot, attainment)
+        slo = SLO(slo_ttft, slo_tpot, attainment, slo_itl)
         if sweep:
             _sweep(scene, slo, parse_sweep(sweep), output, report)
             return
         if find_replicas:
             _find_replicas(scene, slo, survive, values, report)
             return
+    if prefills is not None:
+        trials = compare(scene, slo, lambda line: typer.echo(line, err=True))
+        typer.echo(comparison_table(trials, slo))
+        _write_report(report, trials)
+        return
     summary = summarise(scene.run(), slo)
     typer.echo(table(summary, slo))
     _write_report(report, [Trial({}, summary)])
+
+
+def _prefills(replicas: int | None, link: str | None, handover: str | None) -> Prefills | None:
+    if replicas is None:
+        for name, value in (("--handover-link", link), ("--handover", handover)):
+            if value is not None:
+                raise ConfigError(f"{name} {value!r} needs replicas for prompts: also give --prefill-replicas N")
+        return None
+    return Prefills(replicas, parse_link(link or "1.25GB/s:0.2ms"), handover or "auto")
 
 
 def _find_replicas(scene: Scene, slo: SLO, survive: int, values: Path | None, report: Path | None) -> None:

@@ -13,7 +13,9 @@ import msgspec
 from inflight.config import EngineConfig
 from inflight.engine.adapter import Adapters
 from inflight.engine.assembly import make_parts
+from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
+from inflight.engine.deltas import RequestFailed
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.policies.cost_model import StepLoad, step_load
@@ -22,13 +24,15 @@ from inflight.engine.sampling_params import SamplingParams
 from inflight.engine.step import SchedulerOutput, StepOutput
 from inflight.engine.tiers.tiers import Tiers
 from inflight.grammars.base import Grammars
-from inflight_tools.simulator.kv_tier import SimulatedTiers, VirtualStore
+from inflight_tools.simulator.kv_tier import VirtualStore
 from inflight_tools.simulator.profile import Profile
+from inflight_tools.simulator.simulated_tiers import Peer, SimulatedTiers
 from inflight_tools.workload.scenarios import Job
 
 __all__ = ["SimulatedEngine", "SimulatedInfo"]
 
 _TOKEN = 1  # what every step samples; no end-of-sequence token, so lengths are those of the load
+_LONGEST_HOLD = 120.0  # seconds: no wait for a tier takes as long
 _SEED = 1  # decides which drafts are accepted
 
 
@@ -137,6 +141,8 @@ class SimulatedEngine(EngineCore):
         accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
         stores: where KV is kept beyond the pool, the fastest first.
         bytes_per_block: of KV.
+        peers: engines whose host memory is read.
+        on_cores: whether steps compute on the cores that the threads of tiers need, too.
 
     Attributes:
         kv_tiers: None: there are none.
@@ -151,9 +157,14 @@ class SimulatedEngine(EngineCore):
         accepted_drafts: float | None = None,
         stores: Sequence[VirtualStore] = (),
         bytes_per_block: int = 1,
+        peers: Sequence[Peer] = (),
+        on_cores: bool = True,
     ) -> None:
         self.device = SimulatedDevice(info, device, host, accepted_drafts or 0.0)
-        self.kv_tiers = SimulatedTiers(self.device, stores, bytes_per_block) if stores else None
+        self.kv_tiers = None
+        if stores or peers:
+            self.kv_tiers = SimulatedTiers(self.device, stores, bytes_per_block, peers, on_cores)
+        self._held_since = math.inf
         self.device.kv_tiers = self.kv_tiers
         info.tiers = None if self.kv_tiers is None else self.kv_tiers.tiers
         if accepted_drafts is None:
@@ -168,6 +179,7 @@ class SimulatedEngine(EngineCore):
         profile: Profile,
         accepted_drafts: float | None = None,
         stores: Sequence[VirtualStore] = (),
+        peers: Sequence[Peer] = (),
     ) -> SimulatedEngine:
         """An engine with these options on the machine of `profile`."""
         per_block = profile.bytes_per_block * config.block_size
@@ -179,12 +191,18 @@ class SimulatedEngine(EngineCore):
             num_host_blocks=config.swap_bytes // per_block,
             swap_seconds_per_block=profile.swap_seconds_per_block,
         )
-        return cls(config, info, profile.device, profile.host, accepted_drafts, stores, per_block)
+        on_cores = profile.options.get("device", "cpu") == "cpu"
+        return cls(config, info, profile.device, profile.host, accepted_drafts, stores, per_block, peers, on_cores)
 
     def succeed(self, former: SimulatedEngine) -> None:
         """Start in the place of an engine that has ended: it has the disk of that one."""
         if self.kv_tiers is not None and former.kv_tiers is not None:
             self.kv_tiers.succeed(former.kv_tiers)
+
+    def end(self) -> None:
+        """It is dead, or was stopped."""
+        if self.kv_tiers is not None:
+            self.kv_tiers.is_open = False
 
     def pass_time(self, until: float) -> None:
         """Let the threads of its tiers do what is due by then; while it has nothing to do, no step is longer by it."""
@@ -212,12 +230,16 @@ class SimulatedEngine(EngineCore):
         """Steps collected so far."""
         return self.device.steps
 
-    def send(self, request_id: int, prompt: list[int], job: Job, arrival: float, num_outputs: int = 0) -> str | None:
+    def send(
+        self, request_id: int, prompt: list[int], job: Job, arrival: float, num_outputs: int = 0
+    ) -> RequestFailed | None:
         """Add a request that has `num_outputs` tokens already; returns why it is refused, if it is."""
         params = SamplingParams(temperature=0.0, max_tokens=job.output_tokens, ignore_eos=True, seed=0)
         outputs: list[list[int] | None] = [[_TOKEN] * num_outputs] if num_outputs else []
-        failure = self.add_request(AddRequest(request_id, prompt, params, arrival=arrival, output_token_ids=outputs))
-        return None if failure is None else failure.message
+        attached = Attached(resumed=True) if num_outputs else None
+        return self.add_request(
+            AddRequest(request_id, prompt, params, arrival=arrival, output_token_ids=outputs, attached=attached)
+        )
 
     def num_computed(self, request_id: int) -> int:
         """Tokens of a request whose KV is in the pool; 0 if it has ended or waits."""
@@ -234,9 +256,12 @@ class SimulatedEngine(EngineCore):
         if tiers is not None:
             tiers.advance(self.now)
         message = super().step()
-        if not message.stats.batch_size and self.has_work:
-            if tiers is None or not self.only_holds or tiers.next_end == math.inf:
-                raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
-            self.now = min(max(self.now, tiers.next_end), self.now + HELD_POLL_SECONDS)
-            tiers.cpu_seconds()
+        if message.stats.batch_size or not self.has_work:
+            self._held_since = math.inf
+            return message
+        self._held_since = min(self._held_since, self.now)
+        if tiers is None or not self.only_holds or self.now - self._held_since > _LONGEST_HOLD:
+            raise RuntimeError(f"{message.stats.waiting} requests wait, and the scheduler lets none of them run")
+        self.now = min(max(self.now, tiers.next_end), self.now + HELD_POLL_SECONDS)
+        tiers.cpu_seconds()
         return message

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -45,6 +45,7 @@ class Replica:
     Attributes:
         open: numbers of the requests that it has.
         stepping: whether a step of the engine runs.
+        former_busy: virtual seconds in which steps of its earlier engines ran.
     """
 
     index: int
@@ -54,6 +55,12 @@ class Replica:
     gauges: Gauges = field(default_factory=Gauges)
     use: _Use = field(default_factory=_Use)
     stepping: bool = False
+    former_busy: float = 0.0
+
+    @property
+    def busy(self) -> float:
+        """Virtual seconds in which a step of its engines ran."""
+        return self.former_busy + self.engine.busy
 
     @property
     def kv_use(self) -> tuple[float, float]:
@@ -70,9 +77,12 @@ class Fleet:
         engines: idle engines, one per replica.
         successor: makes the engine of a replica that starts again.
         scrape_interval: seconds between two looks of the router at the gauges; 0: they are always current.
+        prefills: make the engines of replicas that compute only prompts.  They come behind the others, and no router
+            sees them.
 
     Attributes:
         ready: indices of the replicas that take requests, ascending.
+        ready_prefills: the same of the replicas that compute only prompts.
         in_flight: requests that each replica has; the router knows them, since they go through it.
         scraped: the gauges of each replica when the router last looked.
         retired: engines that died or were restarted, with their KV use.
@@ -83,9 +93,13 @@ class Fleet:
         engines: list[SimulatedEngine],
         successor: Callable[[], SimulatedEngine] | None = None,
         scrape_interval: float = 0.0,
+        prefills: Sequence[Callable[[], SimulatedEngine]] = (),
     ) -> None:
+        self._size, self._prefills = len(engines), prefills
+        engines = [*engines, *(make() for make in prefills)]
         self.replicas = [Replica(index, engine) for index, engine in enumerate(engines)]
-        self.ready = list(range(len(engines)))
+        self.ready = list(range(self._size))
+        self.ready_prefills = list(range(self._size, len(engines)))
         self.in_flight = [0] * len(engines)
         self.scraped = [Gauges()] * len(engines)
         self.retired: list[tuple[SimulatedEngine, tuple[float, float]]] = []
@@ -96,12 +110,17 @@ class Fleet:
         self._since = self._waiting_seconds = self._block_seconds = self._ready_seconds = 0.0
 
     def __len__(self) -> int:
-        return len(self.replicas)
+        """Replicas that a router chooses from."""
+        return self._size
 
     @property
     def unavailable(self) -> int:
         """Replicas that take no requests."""
-        return len(self.replicas) - len(self.ready)
+        return len(self.replicas) - len(self.ready) - len(self.ready_prefills)
+
+    def is_prefill(self, replica: Replica) -> bool:
+        """Whether it computes only prompts."""
+        return replica.index >= self._size
 
     def look(self, now: float) -> None:
         """Call before anything changes at `now`: the router scrapes when it is time to.
@@ -132,7 +151,7 @@ class Fleet:
         seconds, self._since = now - self._since, now
         self._waiting_seconds += seconds * self._waiting
         self._block_seconds += seconds * self._blocks
-        self._ready_seconds += seconds * len(self.ready)
+        self._ready_seconds += seconds * (len(self.ready) + len(self.ready_prefills))
 
     @property
     def mean_gauges(self) -> tuple[float, float]:
@@ -156,13 +175,14 @@ class Fleet:
     def drain(self, replica: Replica) -> None:
         """Give it no more requests."""
         replica.state = State.DRAINING
-        self.ready.remove(replica.index)
+        self._ready_of(replica).remove(replica.index)
 
     def stop(self, replica: Replica) -> list[int]:
         """End its engine at once; returns the numbers of the requests that it had, in order of arrival."""
         if replica.state is State.READY:
-            self.ready.remove(replica.index)
+            self._ready_of(replica).remove(replica.index)
         replica.state, replica.stepping = State.DOWN, False
+        replica.engine.end()
         self.retired.append((replica.engine, replica.kv_use))
         lost, replica.open = sorted(replica.open), set()
         self.in_flight[replica.index] = 0
@@ -172,13 +192,19 @@ class Fleet:
 
     def start(self, replica: Replica, now: float) -> None:
         """Another engine takes its place: its pool is empty."""
-        assert self._successor is not None, "incidents need a maker of engines"
-        engine = self._successor()
+        make = self._prefills[replica.index - self._size] if self.is_prefill(replica) else self._successor
+        assert make is not None, "incidents need a maker of engines"
+        engine = make()
         engine.succeed(replica.engine)
+        replica.former_busy += replica.engine.busy
         replica.engine, replica.use, replica.state = engine, _Use(), State.READY
         replica.engine.now = now
-        self.ready.append(replica.index)
-        self.ready.sort()
+        ready = self._ready_of(replica)
+        ready.append(replica.index)
+        ready.sort()
+
+    def _ready_of(self, replica: Replica) -> list[int]:
+        return self.ready_prefills if self.is_prefill(replica) else self.ready
 
     def _set(self, replica: Replica, gauges: Gauges) -> None:
         self._waiting += gauges.waiting - replica.gauges.waiting

@@ -53,16 +53,20 @@ class Incidents:
     rollout: Rollout | None = None
     startup: float = 60.0
 
-    def check(self, replicas: int) -> None:
+    def check(self, replicas: int, prefills: int = 0) -> None:
         """Reject what a fleet of this size cannot live through.
+
+        Args:
+            prefills: replicas behind the others that compute only prompts.
 
         Raises:
             ConfigError: a replica that does not exist, a time below 0, or no replica left.
         """
+        count = replicas + prefills
         for kill in self.kills:
-            if not 0 <= kill.replica < replicas:
+            if not 0 <= kill.replica < count:
                 raise ConfigError(
-                    f"--kill: there is no replica {kill.replica} among {replicas}; give one from 0 to {replicas - 1}"
+                    f"--kill: there is no replica {kill.replica} among {count}; give one from 0 to {count - 1}"
                 )
         times = [kill.at for kill in self.kills]
         if self.rollout is not None:
@@ -71,7 +75,7 @@ class Incidents:
             raise ConfigError("times of --kill, --rollout, --grace and --startup are seconds, 0 or more")
         if self.rollout is not None and self.rollout.max_unavailable < 1:
             raise ConfigError("--max-unavailable must be at least 1, or the rollout never begins")
-        if math.isinf(self.startup) and (self.rollout or len({kill.replica for kill in self.kills}) == replicas):
+        if math.isinf(self.startup) and (self.rollout or {kill.replica for kill in self.kills} >= {*range(replicas)}):
             raise ConfigError("--startup inf: no replica would be left; give a number of seconds")
 
 

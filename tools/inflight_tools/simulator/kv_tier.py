@@ -19,16 +19,23 @@ from typing import Any, NamedTuple, Protocol
 
 from inflight.config import ConfigError, parse_bytes
 from inflight.engine.policies.tier_admission import LOOK_SECONDS
-from inflight.engine.tiers.base import Fill, Frames, Read, TornError
-from inflight.engine.tiers.seal import Seal
-from inflight.engine.tiers.tier import Tier
-from inflight.engine.tiers.tiers import Tiers
+from inflight.engine.tiers.base import Fill, Frames, TornError
 
-__all__ = ["SimulatedTiers", "TierSpec", "VirtualStore", "parse_kv_tier"]
+__all__ = [
+    "CPU_SECONDS_PER_BYTE",
+    "Access",
+    "Engine",
+    "TaskClock",
+    "TierSpec",
+    "VirtualStore",
+    "VirtualWorkers",
+    "parse_kv_tier",
+    "parse_latency",
+]
 
 _TYPES = "host", "disk", "redis"
 _UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-_CPU_SECONDS_PER_BYTE = 5e-4 / 2**20  # to copy and verify
+CPU_SECONDS_PER_BYTE = 5e-4 / 2**20  # to copy and verify
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,7 @@ def parse_kv_tier(text: str) -> TierSpec:
         ConfigError: anything else.
     """
     parts = [part.strip() for part in text.split(":")]
-    latency = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(us|ms|s)", parts[-1])
+    latency = parse_latency(parts[-1])
     if len(parts) != 4 or parts[0] not in _TYPES or not parts[2].endswith("/s") or latency is None:
         raise ConfigError(
             f"--kv-tier {text!r}: expected TYPE:SIZE:RATE:LATENCY with one of {', '.join(_TYPES)}, such as "
@@ -69,7 +76,13 @@ def parse_kv_tier(text: str) -> TierSpec:
     size, rate = parse_bytes(parts[1]), parse_bytes(parts[2].removesuffix("/s"))
     if not size or not rate:
         raise ConfigError(f"--kv-tier {text!r}: size and rate must be more than 0")
-    return TierSpec(parts[0], size, float(rate), float(latency[1]) * _UNITS[latency[2]])
+    return TierSpec(parts[0], size, float(rate), latency)
+
+
+def parse_latency(text: str) -> float | None:
+    """Seconds of `0.2ms`, `50us` or `1s`; None: it is something else."""
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*(us|ms|s)", text)
+    return None if found is None else float(found[1]) * _UNITS[found[2]]
 
 
 class Engine(Protocol):
@@ -117,7 +130,7 @@ class VirtualStore:
         self.num_bytes = 0
 
 
-class _Access:
+class Access:
     """Implements `KVStore` for one engine: a store, and the time that it takes to use it."""
 
     def __init__(self, store: VirtualStore, clock: TaskClock, bytes_per_block: int) -> None:
@@ -127,8 +140,8 @@ class _Access:
     def num_bytes(self) -> int:
         return self._store.num_bytes
 
-    def begun(self, kind: str, args: tuple[Any, ...]) -> tuple[float, tuple[Any, ...]]:
-        """How long a task takes that begins now, and its arguments: what it writes is copied now.
+    def begun(self, kind: str, args: tuple[Any, ...], start: float) -> tuple[float, tuple[Any, ...]]:
+        """How long a task takes that begins at `start`, and its arguments: what it writes is copied then.
 
         Args:
             kind: "find", "load" or "write".
@@ -140,10 +153,10 @@ class _Access:
             return latency * (bool(keys) + bool(behind(self._num_found(keys)))), args
         if kind == "load":
             key, fill = args
-            return self._seconds(self._bytes_asked(fill)) if key in self._store.extents else latency, args
+            return self._seconds(self.bytes_asked(fill)) if key in self._store.extents else latency, args
         key, copied = args
         copy = copied()
-        return 0.0 if copy is None else self._seconds(self._bytes_of(copy)), (key, lambda: copy)
+        return 0.0 if copy is None else self._seconds(self.bytes_of(copy)), (key, lambda: copy)
 
     def find(self, keys: Sequence[bytes]) -> int:
         self._clock.spend(self._store.spec.latency)
@@ -185,26 +198,26 @@ class _Access:
 
     def _move(self, frames: Frames) -> int:
         """Spend the time for the blocks in `frames`, behind the seal; returns their bytes."""
-        num_bytes = self._bytes_of(frames[1:])
-        self._clock.spend(self._seconds(num_bytes), num_bytes * _CPU_SECONDS_PER_BYTE)
+        num_bytes = self.bytes_of(frames[1:])
+        self._clock.spend(self._seconds(num_bytes), num_bytes * CPU_SECONDS_PER_BYTE)
         return num_bytes
 
     def _num_found(self, keys: Sequence[bytes]) -> int:
         return next((index for index, key in enumerate(keys) if key not in self._store.extents), len(keys))
 
-    def _bytes_asked(self, fill: Fill) -> int:
+    def bytes_asked(self, fill: Fill) -> int:
         """Bytes that a load will read."""
         asked = 0
 
         def look(frames: Frames) -> bool:
             nonlocal asked
-            asked = self._bytes_of(frames)
+            asked = self.bytes_of(frames)
             return False
 
         fill(look)
         return asked
 
-    def _bytes_of(self, frames: Frames) -> int:
+    def bytes_of(self, frames: Frames) -> int:
         return sum(frame.nbytes for frame in frames) * self._bytes_per_block
 
     def _seconds(self, num_bytes: int) -> float:
@@ -219,6 +232,7 @@ class _Task(NamedTuple):
 
     end: float
     number: int
+    asked: float
     start: float
     future: Future[Any]
     work: Callable[..., Any]
@@ -229,13 +243,13 @@ class VirtualWorkers:
     """Implements `Workers`: so many tasks at a time, which take virtual time and have their effect when they end.
 
     Args:
-        kind: of their tasks, see `_Access.begun`.
+        kind: of their tasks, see `Access.begun`.
 
     Attributes:
         began: task in progress -> when it began; the tier's own, where that observes its tasks.
     """
 
-    def __init__(self, engine: Engine, clock: TaskClock, access: _Access, count: int, kind: str, most: int) -> None:
+    def __init__(self, engine: Engine, clock: TaskClock, access: Access, count: int, kind: str, most: int) -> None:
         self._engine, self._clock, self._access, self._kind, self._most = engine, clock, access, kind, most
         self.began: dict[int, float] = {}
         self._free = [0.0] * count  # heap: since when each thread has had nothing to do
@@ -255,6 +269,19 @@ class VirtualWorkers:
             self._engine.now = self.next_end  # the engine's thread waits for it
             self.advance(self._engine.now)
         return future
+
+    def ends(self, each: float) -> dict[bytes, tuple[float, float]]:
+        """When each write was given that waits or runs, and when it ends: by key.
+
+        Args:
+            each: seconds of one that has not begun.
+        """
+        ends = {task.args[0]: (task.asked, task.end) for task in self._running}
+        free = max([*self._free, *(task.end for task in self._running)])
+        for asked, _, _, args in self._queue:
+            free = max(free, asked) + each
+            ends[args[0]] = asked, free
+        return ends
 
     def offer(self, work: Callable[..., Any], *args: Any) -> bool:
         if len(self._queue) >= self._most:
@@ -277,11 +304,11 @@ class VirtualWorkers:
                 return
 
     def _begin(self, start: float) -> None:
-        _, future, work, args = self._queue.popleft()
+        asked, future, work, args = self._queue.popleft()
         if future.set_running_or_notify_cancel():
             heapq.heappop(self._free)
-            seconds, args = self._access.begun(self._kind, args)
-            task = _Task(start + seconds, next(_task_numbers), start, future, work, args)
+            seconds, args = self._access.begun(self._kind, args, start)
+            task = _Task(start + seconds, next(_task_numbers), asked, start, future, work, args)
             heapq.heappush(self._running, task)
             self.began[-task.number] = start  # other numbers than a thread's
 
@@ -290,76 +317,3 @@ class VirtualWorkers:
         heapq.heappush(self._free, task.end)
         del self.began[-task.number]
         task.future.set_result(self._clock.run(task.start, task.work, task.args))
-
-
-class VirtualBlocks:
-    """Implements `KVBlocks` with a byte for each block."""
-
-    def __init__(self, bytes_per_block: int) -> None:
-        self.bytes_per_block = bytes_per_block
-
-    def fill(self, blocks: Sequence[int], read: Read) -> bool:
-        return read([memoryview(bytearray(len(blocks)))])
-
-    def copy(self, blocks: Sequence[int]) -> memoryview:
-        return memoryview(bytes(len(blocks)))
-
-    def map_pages(self) -> None:
-        pass
-
-
-class SimulatedTiers:
-    """The tiers of a simulated engine.
-
-    Args:
-        engine: has the clock, which moves on while the engine waits for an answer.
-        stores: the fastest first.
-
-    Attributes:
-        tiers: as the engine core takes them.
-        stores: of the tiers, in their order.
-    """
-
-    def __init__(self, engine: Engine, stores: Sequence[VirtualStore], bytes_per_block: int) -> None:
-        self.stores = stores
-        self._engine, self._clock, self._bytes_per_block = engine, TaskClock(engine), bytes_per_block
-        self._workers: list[VirtualWorkers] = []
-        self._charged = 0.0
-        seal = Seal(bytes(16))
-        tiers = [self._tier(store, seal) for store in stores]
-        self.tiers = Tiers(tiers, VirtualBlocks(bytes_per_block), seal, self._clock)
-
-    def _tier(self, store: VirtualStore, seal: Seal) -> Tier:
-        access = _Access(store, self._clock, self._bytes_per_block)
-        made: dict[str, VirtualWorkers] = {}
-
-        def make(count: int, name: str, most: int) -> VirtualWorkers:
-            kind = name.rpartition("-")[2]
-            made[kind] = VirtualWorkers(self._engine, self._clock, access, count, kind, most)
-            return made[kind]
-
-        tier = Tier(store.spec.type, access, seal, make, clock=self._clock, cpu_clock=lambda: self._clock.cpu_seconds)
-        made["find"].began = made["load"].began = tier._began
-        self._workers += made.values()
-        return tier
-
-    def succeed(self, former: SimulatedTiers) -> None:
-        """Take over the disk of a former engine."""
-        for store, old in zip(self.stores, former.stores):
-            if store.spec.type == "disk":
-                store.extents, store.num_bytes = old.extents, old.num_bytes
-
-    def advance(self, until: float) -> None:
-        """Begin and end what is due by then."""
-        for workers in self._workers:
-            workers.advance(until)
-
-    @property
-    def next_end(self) -> float:
-        """When the next task of a tier ends; infinite if none has begun."""
-        return min((workers.next_end for workers in self._workers), default=math.inf)
-
-    def cpu_seconds(self) -> float:
-        """That tasks have taken a core since the last call."""
-        charged, self._charged = self._charged, self._clock.cpu_seconds
-        return self._charged - charged

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Outcome", "Served"]
+__all__ = ["Handovers", "Outcome", "Served"]
 
 
 @dataclass(slots=True)
@@ -18,6 +19,7 @@ class Served:
     Attributes:
         replica: index of the engine that it was last sent to; -1 while none is ready.
         first, last: arrival of its first and of its latest token.
+        longest_gap: seconds between two of its tokens.
         resumed: times that its replica ended and it went on elsewhere.
         recomputed: tokens whose KV the lost replicas had, and that were computed again.
         cached: prompt tokens that the prefix cache of its last replica served.
@@ -31,6 +33,7 @@ class Served:
     first: float | None = None
     last: float = 0.0
     tokens: int = 0
+    longest_gap: float = 0.0
     resumed: int = 0
     recomputed: int = 0
     cached: int = 0
@@ -51,6 +54,26 @@ class Served:
 
 
 @dataclass
+class Handovers:
+    """The work of replicas that compute only prompts.
+
+    Attributes:
+        outcomes: as the gateway counts them in `inflight_gateway_handovers_total`.
+        gaps: seconds from the first token, from a replica for prompts, to the next one, from another replica.
+        bytes_sent: of KV, by the replicas for prompts.
+        busiest: largest share of the time in which the network of one of them sent.
+        prefill_busy, decode_busy: share of the time in which a step ran, on a replica of each kind.
+    """
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    gaps: array[float] = field(default_factory=lambda: array("d"))
+    bytes_sent: int = 0
+    busiest: float = 0.0
+    prefill_busy: float = 0.0
+    decode_busy: float = 0.0
+
+
+@dataclass
 class Outcome:
     """The outcome of a load.
 
@@ -66,6 +89,7 @@ class Outcome:
         waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
             share of the KV blocks in use.
         num_replicas: of the fleet, whether they are ready or not.
+        handovers: the work of replicas that compute only prompts; None: there are none.
     """
 
     requests: list[Served]
@@ -77,8 +101,8 @@ class Outcome:
     windows: list[tuple[float, float]] = field(default_factory=list)
     waiting: float = 0.0
     kv_cache_usage: float = 0.0
-
     num_replicas: int = 1
+    handovers: Handovers | None = None
 
     @property
     def seconds(self) -> float:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 
 import msgspec
 import numpy as np
 
-from inflight_tools.simulator.outcome import Outcome, Served
+from inflight.engine.tiers.tier import Tier
+from inflight_tools.simulator.outcome import Handovers, Outcome, Served
 from inflight_tools.workload.slo import SLO
 
-__all__ = ["IncidentReport", "Percentiles", "Report", "Seen", "TierReport", "summarise", "table"]
+__all__ = ["HandoverReport", "IncidentReport", "Percentiles", "Report", "Seen", "TierReport", "summarise", "table"]
 
 
 class Percentiles(msgspec.Struct, frozen=True):
@@ -81,6 +83,25 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class HandoverReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of replicas that compute only prompts.
+
+    Attributes:
+        outcomes: as in the gateway's `inflight_gateway_handovers_total`.
+        gap: from the first token, from a replica for prompts, to the next one, from another replica.
+        bytes_sent: of KV, by the replicas for prompts.
+        busiest_link: largest share of the time in which the network of one of them sent.
+        prefill_busy, decode_busy: share of the time in which a step ran, on a replica of each kind.
+    """
+
+    outcomes: dict[str, int]
+    gap: Percentiles
+    bytes_sent: int
+    busiest_link: float
+    prefill_busy: float
+    decode_busy: float
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """A simulation in numbers; rates are per virtual second, over all replicas together.
 
@@ -101,6 +122,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         waiting, kv_cache_usage: mean of the gauges of a ready replica until the last arrival: requests that wait, and
             share of the KV blocks in use.
         incident: None if there was none.
+        handover: None if no replica computes only prompts.
     """
 
     requests: int
@@ -131,13 +153,15 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tier_hits: float = 0.0
     kv_tiers: list[TierReport] = []
     incident: IncidentReport | None = None
+    handover: HandoverReport | None = None
 
 
 def summarise(outcome: Outcome, slo: SLO) -> Report:
     """The report of a simulation."""
     requests = outcome.requests
     served = [request for request in requests if request.first is not None]
-    seconds, good = outcome.seconds, sum(slo.met(request.ttft, request.tpot) for request in requests)
+    seconds = outcome.seconds
+    good = sum(slo.met(request.ttft, request.tpot, request.longest_gap) for request in requests)
     engines = [*outcome.retired, *outcome.replicas]
     tokens, steps = sum(request.tokens for request in served), sum(engine.steps for engine in engines)
     per_second = 1.0 / seconds if seconds else 0.0
@@ -175,23 +199,41 @@ def summarise(outcome: Outcome, slo: SLO) -> Report:
         tier_hits=from_tiers / queried if queried else 0.0,
         kv_tiers=_of_tiers(outcome),
         incident=_of_incidents(outcome, slo) if outcome.windows else None,
+        handover=None if outcome.handovers is None else _of_handovers(outcome.handovers),
+    )
+
+
+def _of_handovers(found: Handovers) -> HandoverReport:
+    return HandoverReport(
+        outcomes=dict(sorted(found.outcomes.items())),
+        gap=Percentiles.of(found.gaps),
+        bytes_sent=found.bytes_sent,
+        busiest_link=found.busiest,
+        prefill_busy=found.prefill_busy,
+        decode_busy=found.decode_busy,
     )
 
 
 def _of_tiers(outcome: Outcome) -> list[TierReport]:
+    tiers: defaultdict[tuple[str, int], list[Tier]] = defaultdict(list)
+    kept: defaultdict[tuple[str, int], dict[int, int]] = defaultdict(dict)  # bytes of each store
+    live = len(outcome.retired)
+    for index, engine in enumerate((*outcome.retired, *outcome.replicas)):
+        for name, number, tier, store in [] if engine.kv_tiers is None else engine.kv_tiers.places:
+            tiers[name, number].append(tier)
+            if store is not None and index >= live:
+                kept[name, number][id(store)] = store.num_bytes
     reports: list[TierReport] = []
-    engines = [*outcome.retired, *outcome.replicas]
-    for tiers in zip(*(engine.kv_tiers.tiers.tiers for engine in engines if engine.kv_tiers is not None)):
-        stores = [engine.kv_tiers.stores[len(reports)] for engine in outcome.replicas if engine.kv_tiers is not None]
-        loaded = sum(tier.num_loaded for tier in tiers)
+    for place, found in tiers.items():
+        loaded = sum(tier.num_loaded for tier in found)
         reports.append(
             TierReport(
-                type=tiers[0].name,
+                type=place[0],
                 loaded=loaded,
-                stored=sum(tier.num_stored for tier in tiers),
-                dropped=sum(tier.num_dropped for tier in tiers),
-                load_seconds=sum(tier.load_seconds for tier in tiers) / loaded if loaded else 0.0,
-                num_bytes=sum({id(store): store.num_bytes for store in stores}.values()),
+                stored=sum(tier.num_stored for tier in found),
+                dropped=sum(tier.num_dropped for tier in found),
+                load_seconds=sum(tier.load_seconds for tier in found) / loaded if loaded else 0.0,
+                num_bytes=sum(kept[place].values()),
             )
         )
     return reports
@@ -210,7 +252,7 @@ def _of_incidents(outcome: Outcome, slo: SLO) -> IncidentReport:
         overlaps = any(request.arrival <= stop and last >= start for start, stop in windows)
         (during if overlaps else outside).append(request)
         inside = any(start <= last <= stop for start, stop in windows)
-        ended[inside] += slo.met(request.ttft, request.tpot)
+        ended[inside] += slo.met(request.ttft, request.tpot, request.longest_gap)
     gaps, disturbed = np.array(outcome.gaps), np.array(outcome.disturbed).astype(bool)
     return IncidentReport(
         seconds=seconds,
@@ -223,7 +265,7 @@ def _of_incidents(outcome: Outcome, slo: SLO) -> IncidentReport:
 
 def _seen(requests: list[Served], gaps: Iterable[float], slo: SLO, ended: int, seconds: float) -> Seen:
     served = [request for request in requests if request.first is not None]
-    good = sum(slo.met(request.ttft, request.tpot) for request in requests)
+    good = sum(slo.met(request.ttft, request.tpot, request.longest_gap) for request in requests)
     return Seen(
         requests=len(requests),
         goodput=ended / seconds if seconds > 0 else 0.0,

@@ -3,23 +3,69 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from inflight.config import ConfigError, EngineConfig
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.incidents import Incidents
 from inflight_tools.simulator.kv_tier import TierSpec, VirtualStore
 from inflight_tools.simulator.outcome import Outcome
+from inflight_tools.simulator.peer_link import Link, LinkSpec, PeerOf, Port
 from inflight_tools.simulator.profile import Profile
 from inflight_tools.simulator.router import make_router
+from inflight_tools.simulator.simulated_tiers import Peer
 from inflight_tools.simulator.simulation import Simulation
 from inflight_tools.workload.load import Load
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Scenario
 
-__all__ = ["Scene"]
+__all__ = ["Prefills", "Scene"]
+
+
+_HOST = TierSpec("host", 4 * 2**30, 5e9, 1e-5)
+
+# A tier, and its store if all replicas share it.
+_Place = tuple[TierSpec, "VirtualStore | None"]
+
+
+@dataclass(frozen=True)
+class Prefills:
+    """Replicas that compute only prompts.
+
+    Attributes:
+        link: the network of each replica.
+        handover: which prompts, as of the gateway: "auto", a number of tokens, or "off".
+    """
+
+    replicas: int
+    link: LinkSpec
+    handover: str = "auto"
+
+    def check(self, config: EngineConfig) -> None:
+        """Reject what cannot be simulated.
+
+        Raises:
+            ConfigError: an invalid option, or the gateway is not installed.
+        """
+        if self.replicas < 1:
+            raise ConfigError(f"--prefill-replicas {self.replicas}: must be at least 1; leave it out for none")
+        if not re.fullmatch(r"auto|off|\d{1,9}", self.handover, re.ASCII):
+            raise ConfigError(f"--handover {self.handover!r}: must be a number of tokens, auto or off")
+        if not config.enable_prefix_caching:
+            raise ConfigError("--prefill-replicas needs enable_prefix_caching=true: KV that is handed over is cached")
+        try:
+            import inflight_gateway.handover_policy  # noqa: F401
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"--prefill-replicas needs {error.name}: pip install 'triton-inflight[gateway]'"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -32,6 +78,7 @@ class Scene:
         scrape_interval: seconds between two looks of the router at the replicas' gauges; 0: they are always current.
         accepted_drafts: chance that a draft is accepted if those before it are; None: there are no drafts.
         kv_tiers: where KV is kept beyond the pool, the fastest first.
+        prefills: replicas beside `replicas` that compute only prompts.
     """
 
     profile: Profile
@@ -44,6 +91,7 @@ class Scene:
     scrape_interval: float = 0.0
     accepted_drafts: float | None = None
     kv_tiers: tuple[TierSpec, ...] = ()
+    prefills: Prefills | None = None
 
     def check(self) -> None:
         """Reject what cannot be simulated.
@@ -57,7 +105,9 @@ class Scene:
         if self.kv_tiers and not config.enable_prefix_caching:
             raise ConfigError("--kv-tier needs enable_prefix_caching=true: what comes from a tier is cached")
         make_router(self.router)
-        self.incidents.check(self.replicas)
+        if self.prefills is not None:
+            self.prefills.check(config)
+        self.incidents.check(self.replicas, 0 if self.prefills is None else self.prefills.replicas)
         if self.load.requests < 0:
             raise ConfigError("requests=-1 is endless; a simulation needs a number of requests")
         longest = min(source.longest, config.max_model_len or self.profile.max_model_len)
@@ -84,26 +134,67 @@ class Scene:
 
     def run(self) -> Outcome:
         """Run the simulation."""
-        config, source = self.config(), self.load.load()
-        shared = [VirtualStore(spec) if spec.type == "redis" else None for spec in self.kv_tiers]
-
-        def make_engine() -> SimulatedEngine:
-            stores = [server or VirtualStore(spec) for server, spec in zip(shared, self.kv_tiers)]
-            return SimulatedEngine.of(config, self.profile, self.accepted_drafts, stores)
-
-        engines = [make_engine() for _ in range(self.replicas)]
-        users = self.users or (source.users if isinstance(source, Scenario) else 1)
-        prompts = IdPrompts(self.profile.vocab_size, self.load.seed)
+        config, prefills = self.config(), self.prefills
+        places: list[_Place] = [(spec, VirtualStore(spec) if spec.type == "redis" else None) for spec in self.kv_tiers]
+        if prefills is not None:
+            return self._run_with(prefills, config, places)
+        make = partial(self._engine, config, places)
+        engines = [make() for _ in range(self.replicas)]
+        router, prompts = make_router(self.router), IdPrompts(self.profile.vocab_size, self.load.seed)
         return Simulation(
-            engines,
+            engines, router, self.load.jobs(), prompts, self._users, self.incidents, make, self.scrape_interval
+        ).run()
+
+    def _run_with(self, prefills: Prefills, config: EngineConfig, places: Sequence[_Place]) -> Outcome:
+        from inflight_tools.simulator.handover import HandoverSimulation
+
+        ports = [Port(prefills.link) for _ in range(prefills.replicas)]
+        host: list[_Place] = [] if self._has_host else [(_HOST, None)]  # the others read it
+        # It generates nothing, so there is no stream whose gaps it could keep short.
+        prefill_config = msgspec.structs.replace(config, itl_target_ms=None)
+
+        def make() -> SimulatedEngine:
+            link = Link()
+            return self._engine(config, places, [PeerOf(port, link) for port in ports])
+
+        def make_prefill(port: Port) -> SimulatedEngine:
+            engine = self._engine(prefill_config, [*host, *places])
+            port.tiers = engine.kv_tiers
+            return engine
+
+        return HandoverSimulation(
+            [make() for _ in range(self.replicas)],
             make_router(self.router),
             self.load.jobs(),
-            prompts,
-            users,
+            IdPrompts(self.profile.vocab_size, self.load.seed),
+            self._users,
             self.incidents,
-            make_engine,
+            make,
             self.scrape_interval,
+            [partial(make_prefill, port) for port in ports],
+            ports,
+            prefills.handover,
         ).run()
+
+    @property
+    def _users(self) -> int:
+        source = self.load.load()
+        return self.users or (source.users if isinstance(source, Scenario) else 1)
+
+    def _engine(self, config: EngineConfig, places: Sequence[_Place], peers: Sequence[Peer] = ()) -> SimulatedEngine:
+        stores = [store or VirtualStore(spec) for spec, store in places]
+        return SimulatedEngine.of(config, self.profile, self.accepted_drafts, stores, peers)
+
+    @property
+    def _has_host(self) -> bool:
+        return any(spec.type == "host" for spec in self.kv_tiers)
+
+    def all_in_one(self, itl_target_ms: float | None) -> Scene:
+        """The same load on as many replicas that do both, with as much memory for KV."""
+        prefills = 0 if self.prefills is None else self.prefills.replicas
+        tiers = self.kv_tiers if self._has_host else (_HOST, *self.kv_tiers)
+        scene = dataclasses.replace(self, replicas=self.replicas + prefills, prefills=None, kv_tiers=tiers)
+        return scene.with_values({"itl_target_ms": itl_target_ms})
 
     def with_values(self, values: dict[str, Any]) -> Scene:
         """The same simulation with other engine options."""
@@ -119,8 +210,7 @@ class Scene:
         if process == "trace":
             return dataclasses.replace(self, load=dataclasses.replace(load, speed=load.speed * factor))
         if process == "closed":
-            users = self.users or (source.users if isinstance(source, Scenario) else 1)
-            return dataclasses.replace(self, users=max(1, round(users * factor)))
+            return dataclasses.replace(self, users=max(1, round(self._users * factor)))
         rate = load.rate or (source.rate if isinstance(source, Scenario) else 1.0)
         return self.at_rate(rate * factor)
 
@@ -129,8 +219,7 @@ class Scene:
         load, process = self.load, self.load.process()
         what = f"trace {Path(load.trace).name} at {load.speed:g} x its speed" if load.trace else load.scenario
         if process == "closed":
-            source = load.load()
-            what += f", {self.users or (source.users if isinstance(source, Scenario) else 1)} users"
+            what += f", {self._users} users"
         elif process != "trace":
             what += f", {process}, {self.at_load(1.0).load.rate:g} requests/s"
         tiers = "".join(f", KV tier {spec}" for spec in self.kv_tiers)

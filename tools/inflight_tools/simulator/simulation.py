@@ -6,9 +6,10 @@ import heapq
 import itertools
 import math
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.messages import StepMessage
 from inflight_tools.simulator.engine import SimulatedEngine
 from inflight_tools.simulator.fleet import Fleet, Replica, State
@@ -19,13 +20,14 @@ from inflight_tools.simulator.router import Router
 from inflight_tools.workload.prompts import IdPrompts
 from inflight_tools.workload.scenarios import Job
 
-__all__ = ["Simulation"]
+__all__ = ["AFTER", "INCIDENT", "Simulation"]
 
 _RETRY_SECONDS = 0.1  # until a request that was begun is offered again, if every queue is full
 
 
 # Events at one time come in this order: a user that waited for a token can send a request that joins the next step.
-_END, _INCIDENT, _ARRIVAL, _BEGIN = range(4)
+# The gateway acts on a token when the next step at its replica has begun.
+_END, INCIDENT, _ARRIVAL, _BEGIN, AFTER = range(5)
 
 
 class Simulation:
@@ -46,6 +48,7 @@ class Simulation:
         incidents: what happens to replicas.
         successor: makes the engine of a replica that starts again.
         scrape_interval: seconds between two looks of the router at the gauges; 0: they are always current.
+        prefills: as of `Fleet`; `HandoverSimulation` uses them.
     """
 
     def __init__(
@@ -58,8 +61,9 @@ class Simulation:
         incidents: Incidents | None = None,
         successor: Callable[[], SimulatedEngine] | None = None,
         scrape_interval: float = 0.0,
+        prefills: Sequence[Callable[[], SimulatedEngine]] = (),
     ) -> None:
-        self._fleet = Fleet(replicas, successor, scrape_interval)
+        self._fleet = Fleet(replicas, successor, scrape_interval, prefills)
         self._router, self._jobs, self._prompts = router, jobs, prompts
         self._requests: list[Served] = []
         self._gaps: array[float] = array("d")
@@ -71,7 +75,7 @@ class Simulation:
         self._num_open = 0
         self._homeless: list[int] = []  # requests that wait for a replica to be ready
         self._lost_kv: dict[int, int] = {}  # tokens computed for a request at the replica that it lost
-        at = partial(self._at, _INCIDENT)
+        at = partial(self._at, INCIDENT)
         self._restarts = Restarts(self._fleet, incidents or Incidents(), at, self._move, self._house)
 
     def run(self) -> Outcome:
@@ -109,7 +113,7 @@ class Simulation:
             self._restarts.windows,
             waiting,
             usage,
-            len(fleet),
+            len(fleet.replicas),
         )
 
     def _at(self, kind: int, time: float, action: Callable[[float], None]) -> None:
@@ -139,20 +143,27 @@ class Simulation:
             self._homeless.append(number)
             return
         prompt = self._prompts.make(request.job)
-        replica = fleet.replicas[self._router.choose(prompt, fleet)]
-        engine, request.replica = replica.engine, replica.index
-        error = engine.send(number, prompt, request.job, request.arrival, request.tokens)
-        if error is None:
-            fleet.add(replica, number)
+        refused = self._send(number, prompt, fleet.replicas[self._router.choose(prompt, fleet)], now)
+        if refused is None:
+            return
+        if request.resumed or request.tokens:  # it was taken once
+            self._at(INCIDENT, now + _RETRY_SECONDS, partial(self._place, number))
+        else:
+            request.error = refused.message
+            self._leave(request, now)
+
+    def _send(self, number: int, prompt: list[int], replica: Replica, now: float) -> RequestFailed | None:
+        """Give a request to a replica; returns why it refuses it, if it does."""
+        request, engine = self._requests[number], replica.engine
+        request.replica = replica.index
+        refused = engine.send(number, prompt, request.job, request.arrival, request.tokens)
+        if refused is None:
+            self._fleet.add(replica, number)
             if not replica.stepping:
                 replica.stepping = True
                 engine.now = max(engine.now, now)
                 self._at(_BEGIN, engine.now, partial(self._begin, replica, engine))
-        elif request.resumed:  # it was taken once
-            self._at(_INCIDENT, now + _RETRY_SECONDS, partial(self._place, number))
-        else:
-            request.error = error
-            self._leave(request, now)
+        return refused
 
     def _house(self, now: float) -> None:
         """A replica is ready."""
@@ -185,26 +196,33 @@ class Simulation:
         self._fleet.report(replica, message.stats, now - begun)
         disturbed_since = self._restarts.disturbed_since(now)
         for delta in message.deltas:
-            request = self._requests[delta.request_id]
-            if request.first is None:
-                request.first = now
-            else:
-                self._gaps.append(now - request.last)
-                self._disturbed.append(request.last < disturbed_since)
-            if delta.num_cached_tokens is not None:
-                request.cached = delta.num_cached_tokens
-                lost = self._lost_kv.pop(delta.request_id, 0)
-                request.recomputed += max(0, lost - request.cached)
-            request.last = now
-            request.tokens += len(delta.token_ids)
-            if delta.finish_reason is not None:
-                self._fleet.remove(replica, delta.request_id)
-                self._leave(request, now)
+            if delta.request_id in replica.open:  # else it was cancelled there
+                self._take(replica, delta, now, disturbed_since)
         replica.stepping = engine.has_work
         if replica.stepping:
             self._at(_BEGIN, now, partial(self._begin, replica, engine))
         elif replica.state is State.DRAINING:
             self._restarts.drained(replica, now)
+
+    def _take(self, replica: Replica, delta: SequenceDelta, now: float, disturbed_since: float) -> None:
+        """The output of a request arrives at its user."""
+        request = self._requests[delta.request_id]
+        if request.first is None:
+            request.first = now
+        else:
+            gap = now - request.last
+            self._gaps.append(gap)
+            self._disturbed.append(request.last < disturbed_since)
+            request.longest_gap = max(request.longest_gap, gap)
+        if delta.num_cached_tokens is not None:
+            request.cached = delta.num_cached_tokens
+            lost = self._lost_kv.pop(delta.request_id, 0)
+            request.recomputed += max(0, lost - request.cached)
+        request.last = now
+        request.tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            self._fleet.remove(replica, delta.request_id)
+            self._leave(request, now)
 
     def _leave(self, request: Served, now: float) -> None:
         request.ended = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 __all__ = ["SLO"]
@@ -14,13 +15,17 @@ class SLO:
     Attributes:
         ttft: seconds to the first token, at most.
         tpot: mean seconds of each further token, at most.
-        attainment: share of the requests that must meet both; the load test only reports the share.
+        attainment: share of the requests that must meet all; the load test only reports the share.
+        itl: seconds between two of its tokens, at most.
     """
 
     ttft: float = 2.0
     tpot: float = 0.25
     attainment: float = 0.9
+    itl: float = math.inf
 
-    def met(self, ttft: float | None, tpot: float | None) -> bool:
+    def met(self, ttft: float | None, tpot: float | None, longest_gap: float = 0.0) -> bool:
         """Whether a request was good; None for `ttft` if it failed, for `tpot` if it has no further token."""
-        return ttft is not None and ttft <= self.ttft and (tpot is None or tpot <= self.tpot)
+        return (
+            ttft is not None and ttft <= self.ttft and (tpot is None or tpot <= self.tpot) and longest_gap <= self.itl
+        )

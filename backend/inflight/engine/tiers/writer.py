@@ -44,7 +44,7 @@ class TierWriter(EngineListener):
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at
         self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
-        self._silent: set[Request] = set()  # those of them that have yielded no token yet
+        self._silent: dict[Request, None] = {}  # in order: those of them that have yielded no token yet
         self._computed: deque[_Computed] = deque()
         self._num_made = self._num_done = 0
         tiers.coming = lambda: [one.block_hash for one in list(self._computed)]
@@ -52,7 +52,7 @@ class TierWriter(EngineListener):
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
             self._num_kept[request], self._num_found[request] = 0, request.num_computed_tokens
-            self._silent.add(request)
+            self._silent[request] = None
 
     def step_begins(self, running: Sequence[Request]) -> None:
         if self._num_made % _EVERY == 0:
@@ -63,7 +63,7 @@ class TierWriter(EngineListener):
     def _look_at_prompts(self) -> None:
         """Of requests that have just yielded their first token."""
         for request in [one for one in self._silent if one.num_tokens > one.num_given_tokens]:
-            self._silent.remove(request)
+            del self._silent[request]
             self._num_kept[request] = self._look_at(request, self._num_kept[request], self._extent_blocks)
 
     def left(self, request: Request) -> None:
@@ -71,7 +71,7 @@ class TierWriter(EngineListener):
         if num_kept is not None:
             self._look_at(request, num_kept, self._tiers.part_blocks)
             del self._num_found[request]
-            self._silent.discard(request)
+            self._silent.pop(request, None)
 
     def ended(self, request: Request) -> None:
         self._send()
