@@ -1,0 +1,37 @@
+"""`kv_transfer_params`: a proxy has one server compute the prompt, and another one generate the answer.
+
+vLLM's proxies, vllm-router and llm-d's sidecar send a prompt to one server with `do_remote_decode` and a `max_tokens` of
+1, and give what it answers under this key to the other server, in place of their own.  There it would say whose blocks
+to read.  Here an engine asks the tiers of its own configuration for KV, by content, so nothing needs to be told: the
+answer has vLLM's keys and no address, and no address that a client sends is ever used.
+
+https://docs.vllm.ai/en/latest/features/disagg_prefill.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+__all__ = ["KVTransferParams", "transfer_answer"]
+
+
+class KVTransferParams(msgspec.Struct):
+    """The keys that have a meaning here; engines, blocks, hosts and ports do not.
+
+    Attributes:
+        do_remote_decode: another server generates the answer.
+        do_remote_prefill: another server has computed the prompt.
+    """
+
+    do_remote_decode: bool | None = None
+    do_remote_prefill: bool | None = None
+
+
+def transfer_answer(params: KVTransferParams | None) -> dict[str, Any]:
+    """The keys of an answer for a request with these `params`; none, unless another server generates the rest."""
+    if params is None or not params.do_remote_decode:
+        return {}
+    nowhere = dict.fromkeys(("remote_engine_id", "remote_block_ids", "remote_host", "remote_port"))
+    return {"kv_transfer_params": {"do_remote_prefill": True, "do_remote_decode": False, **nowhere}}
