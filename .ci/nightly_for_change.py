@@ -96,6 +96,7 @@ ROOMS = {
         "tests/gateway",
         "tests/e2e/test_fleet.py",
         "tests/e2e/test_handover.py",
+        "tests/e2e/test_prefill_proxies.py",
         "tests/e2e/test_pooling.py",
         "tests/e2e/test_openai_clients.py",
         "tests/clients",

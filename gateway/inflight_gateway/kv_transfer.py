@@ -10,11 +10,14 @@ https://docs.vllm.ai/en/latest/features/disagg_prefill.html
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-__all__ = ["KVTransferParams", "transfer_answer"]
+__all__ = ["KVTransferParams", "for_another_server", "transfer_answer"]
+
+_LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 class KVTransferParams(msgspec.Struct):
@@ -27,6 +30,21 @@ class KVTransferParams(msgspec.Struct):
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
+
+
+def for_another_server(body: dict[str, Any], value: Any, say: Callable[[str], None]) -> None:
+    """A translation: of a prompt for another server, the keys that belong to the whole answer alone have no effect.
+
+    Some proxies leave them as they are beside the one token and the missing stream.
+    """
+    body["kv_transfer_params"] = value
+    if not (isinstance(value, dict) and value.get("do_remote_decode") is True):
+        return
+    if body.get("stream") is not True:
+        body.pop("stream_options", None)
+    limits = [body[name] for name in _LIMITS if type(body.get(name)) is int]
+    if limits and type(body.get("min_tokens")) is int:
+        body["min_tokens"] = min(body["min_tokens"], *limits)
 
 
 def transfer_answer(params: KVTransferParams | None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight_gateway.errors import invalid
+from inflight_gateway.kv_transfer import for_another_server
 
 __all__ = ["CHAT", "COMMON", "COMPLETIONS", "RESPONSES", "THINKING_SWITCHES", "Say", "Translation"]
 
@@ -102,6 +103,7 @@ COMMON: dict[str, Translation] = {
     **{f"guided_{kind}": _guided(kind) for kind in ("json", "regex", "choice", "grammar")},
     "cache_hit_threshold": _without_effect("cache_hit_threshold", "what is not cached is computed"),
     "keep_alive": _without_effect("keep_alive", "models stay loaded"),
+    "kv_transfer_params": for_another_server,
     "num_ctx": _without_effect("num_ctx", "the length of the context is the model's"),
     "store": _without_effect("store", "nothing is stored"),
     "vllm_xargs": _without_effect("vllm_xargs", "no extension reads it"),

@@ -57,6 +57,7 @@ GROUPS = {
         "memory",
         "opentelemetry",
         "pooling",
+        "prefill_proxies",
         "replay",
         "scheduling",
         "serving",

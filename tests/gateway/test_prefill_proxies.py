@@ -120,6 +120,22 @@ async def test_a_prompt_for_another_server_is_not_handed_over(start: Any) -> Non
     assert not prefill.requests and len(front.client.requests) == 1
 
 
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+async def test_what_belongs_to_the_whole_answer(start: Any, path: str) -> None:
+    """vLLM's proxies leave some of it in the request for the prompt."""
+    front = await start(ok, strict=True)
+    left = {"min_tokens": 9, "stream_options": {"include_usage": True}}
+    body = {"model": "demo", **BODIES[path], **left, "stream": False, "max_tokens": 1, "kv_transfer_params": ASKED}
+    response = await front.post(path, body)
+    assert response.status_code == 200 and response.json()["kv_transfer_params"] == ANSWERED
+    assert front.client.requests[-1].sampling["min_tokens"] == 1
+    for params in ({}, ANSWERED):
+        assert (await front.post(path, {**body, "kv_transfer_params": params})).status_code == 400
+    streamed = await front.post(path, {**body, "stream": True, "max_tokens": 12})
+    assert streamed.status_code == 200 and '"usage":{' in streamed.text
+    assert front.client.requests[-1].sampling["min_tokens"] == 9
+
+
 async def test_llm_ds_shared_storage(start: Any) -> None:
     """Its prompt, and the rest: with neither parameters nor a threshold that counts."""
     front = await start(ok, strict=True)
