@@ -1,4 +1,4 @@
-"""All engines behind a host name as one KV store: Kubernetes' headless Services have an address for each pod.  No torch.
+"""The engines behind a host name as one KV store: a headless Service of Kubernetes has each pod's address.  No torch.
 
 Each engine is a `PeerStore`.  One that fails is left alone for a while, and only if none answers does the store fail.
 """
