@@ -129,7 +129,7 @@ def with_handover(
                 models=(),
                 prefill_triton=(),
                 handover="",
-                routing="ordered",
+                routing="round-robin",  # among the addresses of a name, such as that of several pods
                 reconnect_timeout=0.0,
             )
         )

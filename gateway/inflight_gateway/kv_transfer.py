@@ -2,8 +2,8 @@
 
 vLLM's proxies, vllm-router and llm-d's sidecar send a prompt to one server with `do_remote_decode` and a `max_tokens`
 of 1, and give what it answers under this key to the other server, in place of their own.  There it would say whose
-blocks to read.  Here an engine asks the tiers of its own configuration for KV, by content, so nothing needs to be told: the
-answer has vLLM's keys and no address, and no address that a client sends is ever used.
+blocks to read.  Here an engine asks the tiers of its own configuration for KV, by content, so nothing needs to be told:
+the answer has vLLM's keys and no address, and no address that a client sends is ever used.
 
 https://docs.vllm.ai/en/latest/features/disagg_prefill.html
 """
