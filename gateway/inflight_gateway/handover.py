@@ -7,11 +7,14 @@ happens to it, the answer is that of one Triton.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
+import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight_client import DeadlineExceededError, InflightError, ServerUnreachableError
@@ -28,7 +31,17 @@ _log = logging.getLogger("inflight_gateway")
 _FIRST_REST, _LONGEST_REST = 1.0, 30.0  # seconds, as of `inflight_client.endpoints`
 _FACTS_SECONDS = 1.0  # for which what a Triton serves is remembered: another checkpoint must not compute first tokens
 _MISMATCH_SECONDS = 2.0  # for which a Triton is not asked again for a model or adapter that it does not have
+_COUNTED_SECONDS = 5.0  # for which a name has so many addresses
 _ASK_SECONDS = 5.0  # for it to tell what it serves
+
+
+async def num_addresses(address: str) -> int:
+    """Of the host of a `host:port`; 1 if the name is not known."""
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError, UnicodeError):
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return len({where[0] for family, *_, where in found if family == found[0][0]})
+    return 1
 
 
 class PrefillTriton:
@@ -38,19 +51,27 @@ class PrefillTriton:
     After a rest it gets one prompt at a time until it answers.
 
     Args:
-        address: `host:port`.
+        address: `host:port`; a name with several addresses is that of as many Tritons, which get prompts in turn.
         upstream: calls it; no call is repeated.
         clock: seconds.
+        count: addresses of a `host:port`.
 
     Attributes:
         queued: tokens of prompts that it computes now, for this process.
     """
 
-    def __init__(self, address: str, upstream: Upstream, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str,
+        upstream: Upstream,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[str], Awaitable[int]] = num_addresses,
+    ) -> None:
         self.address = address
         self.upstream = upstream
         self.queued = 0
-        self._clock = clock
+        self._clock, self._count = clock, count
+        self._servers, self._counted = 1, float("-inf")
         self._failures = 0
         self._rests_until = float("-inf")
         self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -60,6 +81,11 @@ class PrefillTriton:
     @property
     def is_free(self) -> bool:
         return self._clock() >= self._rests_until and not (self._failures and self.queued)
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of prompts before the next one."""
+        return self.queued // self._servers
 
     def may_serve(self, model: str, adapter: str | None) -> bool:
         """Whether it did not lack them a moment ago."""
@@ -71,6 +97,9 @@ class PrefillTriton:
         Raises:
             InflightError: it cannot be reached, or does not answer.
         """
+        if self._clock() - self._counted >= _COUNTED_SECONDS:
+            self._counted = self._clock()
+            self._servers = await self._count(self.address)
         asked, info = self._facts.get(model, (float("-inf"), {}))
         if self._clock() - asked >= _FACTS_SECONDS:
             asked = self._clock()
@@ -176,12 +205,12 @@ class HandoverUpstream:
             return self._upstream.send(request)
         prompt, costs = self._sent.sent(request), self._costs[request.model]
         tokens = prompt.tokens - prompt.cached
-        free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.queued)
+        free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.ahead)
         prefills = [one for one in free if one.may_serve(request.model, request.adapter)]
         if self._above is not None:
             wanted = tokens > self._above
         else:
-            wanted = pays(costs, time.monotonic(), tokens, prefills[0].queued if prefills else 0)
+            wanted = pays(costs, time.monotonic(), tokens, prefills[0].ahead if prefills else 0)
         if wanted and not prefills:
             self._report("mismatch" if free else "busy")
         if not wanted or not prefills:
