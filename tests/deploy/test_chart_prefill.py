@@ -1,4 +1,4 @@
-"""A release with pods for prompts: their KV reaches the other pods, their Tritons the gateways, and nobody else does."""
+"""A release with pods for prompts: the other pods reach their KV and their Tritons, and nobody else does."""
 
 from __future__ import annotations
 
@@ -165,12 +165,8 @@ def test_only_engines_and_gateways_of_the_release_reach_pods_for_prompts(case: s
     found = FOUND[case]
     policy = only(found, "NetworkPolicy", name=NAME)["spec"]
     assert policy["policyTypes"] == ["Ingress"]
-    allowed = {
-        (port["port"], json.dumps(peer))
-        for rule in policy["ingress"]
-        for port in rule["ports"]
-        for peer in rule["from"]
-    }
+    rules = policy["ingress"]
+    allowed = {(port["port"], json.dumps(peer)) for rule in rules for port in rule["ports"] for peer in rule["from"]}
     own = json.dumps({"podSelector": {"matchLabels": server(found)["spec"]["selector"]["matchLabels"]}})
     monitoring = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}
     expected = {("grpc", own), ("kv", own), ("metrics", json.dumps(monitoring))}

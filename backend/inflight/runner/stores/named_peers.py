@@ -170,9 +170,9 @@ class NamedPeers:
         if len(found) > len(kept) and set(kept) != set(known):
             _log.warning("KV tier peer: %s has %d addresses; %d are read", self._host, len(found), _MOST_PEERS)
         with self._lock:
-            self._peers = [known.pop(address, None) or _Peer(address, self._make(address)) for address in kept]
-        for peer in known.values():
-            peer.store.close()
+            self._peers = [known.get(address) or _Peer(address, self._make(address)) for address in kept]
+        for address in known.keys() - set(kept):
+            known[address].store.close()
 
     def _failed(self, peer: _Peer, error: OSError) -> None:
         rest = min(_LONGEST_REST, _FIRST_REST * 2 ** min(peer.failures, 16))
