@@ -1,7 +1,7 @@
 """`kv_transfer_params`: a proxy has one server compute the prompt, and another one generate the answer.
 
 vLLM's proxies, vllm-router and llm-d's sidecar send a prompt to one server with `do_remote_decode` and a `max_tokens`
-of 1, and give what it answers under this key to the other server, in place of their own.  There it would say whose
+of 1, and give what it answers under this key to the other server, in place of their own.  In vLLM it names the
 blocks to read.  Here an engine asks the tiers of its own configuration for KV, by content, so nothing needs to be told:
 the answer has vLLM's keys and no address, and no address that a client sends is ever used.
 

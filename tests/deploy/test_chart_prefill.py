@@ -1,4 +1,4 @@
-"""A release with pods for prompts: the other pods reach their KV and their Tritons, and nobody else does."""
+"""A release with pods for prompts: only the other pods reach their KV and their Tritons."""
 
 from __future__ import annotations
 

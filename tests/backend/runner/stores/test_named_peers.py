@@ -1,4 +1,4 @@
-"""The engines at all addresses of a host name, some of which are dead, silent or evict."""
+"""The engines at all addresses of a host name; some are dead or silent, or evict."""
 
 from __future__ import annotations
 
