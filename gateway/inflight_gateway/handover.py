@@ -72,6 +72,7 @@ class PrefillTriton:
         self.queued = 0
         self._clock, self._count = clock, count
         self._servers, self._counted = 1, float("-inf")
+        self._counting: asyncio.Task[None] | None = None
         self._failures = 0
         self._rests_until = float("-inf")
         self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -97,9 +98,9 @@ class PrefillTriton:
         Raises:
             InflightError: it cannot be reached, or does not answer.
         """
-        if self._clock() - self._counted >= _COUNTED_SECONDS:
+        if self._clock() - self._counted >= _COUNTED_SECONDS and (self._counting is None or self._counting.done()):
             self._counted = self._clock()
-            self._servers = await self._count(self.address)
+            self._counting = asyncio.create_task(self._count_servers())  # a slow name server delays no prompt
         asked, info = self._facts.get(model, (float("-inf"), {}))
         if self._clock() - asked >= _FACTS_SECONDS:
             asked = self._clock()
@@ -111,6 +112,14 @@ class PrefillTriton:
                 info = {}
             self._facts[model] = asked, info
         return info
+
+    async def _count_servers(self) -> None:
+        self._servers = await self._count(self.address)
+
+    async def close(self) -> None:
+        if self._counting is not None:
+            self._counting.cancel()
+        await self.upstream.close()
 
     def forget(self) -> None:
         """Ask anew what it serves."""
@@ -261,4 +270,4 @@ class HandoverUpstream:
         """As `Upstream.close`."""
         await self._upstream.close()
         for prefill in self._prefills:
-            await prefill.upstream.close()
+            await prefill.close()

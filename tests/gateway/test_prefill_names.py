@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from typing import Any
@@ -46,12 +47,32 @@ async def test_they_share_the_prompts_before_the_next_one() -> None:
     prefill = PrefillTriton("prompts:1", upstream(), lambda: now, count)
     prefill.queued = 1200
     assert prefill.ahead == 1200
-    for expected in (300, 300):
+    for seconds, expected in ((0.0, 300), (0.0, 300), (5.0, 600)):
+        now += seconds
         await prefill.facts("demo")
+        await asyncio.sleep(0)  # it counts beside the prompt
         assert prefill.ahead == expected
-    now = 5.0
-    await prefill.facts("demo")
-    assert prefill.ahead == 600 and not counts
+    assert not counts
+    await prefill.close()
+
+
+async def test_a_slow_name_server_delays_no_prompt() -> None:
+    asked = 0
+
+    async def count(_: str) -> int:
+        nonlocal asked
+        asked += 1
+        await asyncio.Event().wait()
+        return 1
+
+    now = 0.0
+    prefill = PrefillTriton("prompts:1", upstream(), lambda: now, count)
+    for _ in range(3):
+        assert await prefill.facts("demo")
+        await asyncio.sleep(0)
+        now += 10.0
+    assert asked == 1, "one question at a time"
+    await prefill.close()
 
 
 @pytest.mark.parametrize(("servers", "handed_over"), [(1, False), (8, True)])
@@ -62,6 +83,7 @@ async def test_auto_counts_the_queue_of_one_server(servers: int, handed_over: bo
 
     prefill = PrefillTriton("prompts:1", upstream(), count=count)
     await prefill.facts("demo")
+    await asyncio.sleep(0)
     both = HandoverUpstream(upstream(), [prefill], "auto")
     costs = both._costs["demo"]
     costs.alone.add(time.monotonic(), 0.001)

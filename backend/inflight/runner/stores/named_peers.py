@@ -97,15 +97,20 @@ class NamedPeers:
         return first
 
     def load(self, key: bytes, frames: Frames) -> bool:
-        return any(loaded for _, loaded in self._answers([key], lambda store: store.load(key, frames), bool))
+        peer, loaded = self._answers([key], lambda store: store.load(key, frames), bool)[-1]
+        if loaded:
+            self._remember([key], peer)
+        return loaded
 
     def store(self, key: bytes, frames: Frames) -> bool:
         return False
 
     def drop(self, key: bytes) -> None:
-        """Ask another engine the next time, if another one has it."""
+        """Ask another engine first the next time: it is the other engines', and damaged at one of them."""
         with self._lock:
-            self._holders.pop(key, None)
+            addresses, damaged = [peer.address for peer in self._peers], self._holders.get(key)
+            if damaged in addresses:
+                self._holders[key] = addresses[(addresses.index(damaged) + 1) % len(addresses)]
 
     def close(self) -> None:
         with self._lock:

@@ -95,6 +95,20 @@ def test_an_engine_that_has_evicted_it_leaves_it_to_the_others() -> None:
         assert made.loads(1)
 
 
+def test_an_extent_that_one_engine_has_damaged_is_read_from_another() -> None:
+    with pods(3) as made:
+        for number in range(3):
+            made.put(number, 1)
+        damaged = made.rigs[0].host
+        damaged.store(key(1), frames_of(content(2, SIZE)))
+        assert made.store.find(keys(1)) == 1
+        memory, frames = blank(SIZE)
+        assert made.store.load(key(1), frames) and memory != content(1, SIZE)
+        made.store.drop(key(1))  # as the tier does
+        assert made.loads(1)
+        assert damaged.find(keys(1)) == 1, "it is the other engine's"
+
+
 def test_a_dead_engine_rests_and_the_others_are_read(caplog: pytest.LogCaptureFixture) -> None:
     with pods(2) as made, caplog.at_level(logging.WARNING):
         made.put(0, 1)
