@@ -58,6 +58,7 @@ GROUPS = {
         "opentelemetry",
         "pooling",
         "prefill_proxies",
+        "zz_real",
         "replay",
         "scheduling",
         "serving",
