@@ -85,7 +85,7 @@ def fronts(prefill: TritonServer, decoding: TritonServer) -> Iterator[tuple[str,
 
 @contextlib.contextmanager
 def router(prefill: str, decode: str) -> Iterator[str]:
-    """The real vllm-router, as docs/openai.md starts it."""
+    """The real vllm-router, as docs/fleet/routing.md starts it."""
     found = Path(sys.executable).with_name("vllm-router")
     if not found.exists():
         pytest.skip("no vllm-router: pip install vllm-router, which has wheels for Linux on x86-64")
