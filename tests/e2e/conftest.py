@@ -58,7 +58,6 @@ GROUPS = {
         "opentelemetry",
         "pooling",
         "prefill_proxies",
-        "zz_real",
         "replay",
         "scheduling",
         "serving",
