@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from model_entries import killed_at_the_end, loaded, write_entry
-from replicas import Answer, Process, gateway
+from replicas import Answer, Process, gateway, until
 from tier_load import conversation
 from wire import gauges
 
@@ -35,7 +35,7 @@ def words(seed: int) -> str:
 
 
 def hits(server: TritonServer) -> float:
-    """Tokens read from the other server; a prompt is computed where its engine expects that to be as fast."""
+    """Tokens read from the other server, as of the last report; a prompt is computed where that seems as fast."""
     return gauges(server.metrics_address, MODEL).get(HITS, 0.0)
 
 
@@ -109,7 +109,7 @@ async def test_vllm_router(
                 body = {"model": MODEL, **body}
                 found = await ask(http, url, path, body, stream)
                 assert found == await ask(http, fronts[1], path, body, stream)
-    assert hits(decoding) > before, "all prompts were computed again"
+    await until(lambda: hits(decoding) > before)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,20 +134,18 @@ async def test_llm_ds_sidecar(fronts: tuple[str, str], decoding: TritonServer, s
                 rest["kv_transfer_params"] = found.json()["kv_transfer_params"]
             answer = await ask(http, fronts[1], path, rest, stream)
             assert answer == await ask(http, fronts[1], path, body, stream)
-    assert hits(decoding) > before, "all prompts were computed again"
+    await until(lambda: hits(decoding) > before)
 
 
-async def test_what_the_server_for_prompts_does_not_have_is_computed(
-    fronts: tuple[str, str], decoding: TritonServer
-) -> None:
+async def test_what_the_server_for_prompts_does_not_have_is_computed(fronts: tuple[str, str]) -> None:
     """It was killed meanwhile, or has evicted the prompt; addresses of a client lead nowhere."""
     params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [1]}
     async with httpx.AsyncClient(timeout=120) as http:
         path, body = requests(5)[0]
-        before = hits(decoding)
-        found = await ask(http, fronts[1], path, {"model": MODEL, **body, "kv_transfer_params": params}, False)
-        assert hits(decoding) == before
-        assert found == await ask(http, fronts[1], path, {"model": MODEL, **body}, False)
+        body = {"model": MODEL, **body}
+        found = (await http.post(fronts[1] + path, json={**body, "kv_transfer_params": params})).json()
+        assert not (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+        assert found["choices"] == (await ask(http, fronts[1], path, body, False))[0]
 
 
 async def ask(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any], stream: bool) -> Any:
