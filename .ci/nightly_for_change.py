@@ -97,6 +97,7 @@ ROOMS = {
         "tests/e2e/test_fleet.py",
         "tests/e2e/test_handover.py",
         "tests/e2e/test_handover_peer.py",
+        "tests/e2e/test_prefill_proxies.py",
         "tests/e2e/test_pooling.py",
         "tests/e2e/test_openai_clients.py",
         "tests/clients",

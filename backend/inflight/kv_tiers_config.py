@@ -25,7 +25,8 @@ class KVTier(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         size: bytes, or a string ("4GiB"), that it may take; what was not used for longest goes first. Required for
             "host" and "disk"; a server has a limit of its own (Redis: `maxmemory`, LMCache: `--l1-size-gb`).
         path: of "disk": the folder. It is made if it does not exist, and only its owner can read it.
-        url: of "redis": redis://, rediss:// or unix://; of "lmcache" and "peer": tcp://host:port.
+        url: of "redis": redis://, rediss:// or unix://; of "lmcache" and "peer": tcp://host:port. A host name of a
+            "peer" stands for the engines at all of its addresses.
         password_file: of "redis": a file with the password in its first line, in place of one in `url`.
         write: "all" keeps every extent as soon as it is computed, and the last part when its request ends; "second"
             only extents computed for the second time, not found, for a medium that wears out.

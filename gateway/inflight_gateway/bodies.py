@@ -14,6 +14,7 @@ from starlette.types import Scope
 from inflight_client.request import SamplingOptions
 from inflight_gateway.errors import APIError, invalid
 from inflight_gateway.gateway import Gateway
+from inflight_gateway.kv_transfer import KVTransferParams
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.response_headers import warn
 from inflight_gateway.translations import Translation
@@ -93,6 +94,7 @@ class SamplingBody(Body, kw_only=True):
     cache_salt: str | None = None
     request_id: str | None = None
     return_token_ids: bool | None = None
+    kv_transfer_params: KVTransferParams | None = None
 
     @property
     def include_usage(self) -> bool:

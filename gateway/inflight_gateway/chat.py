@@ -17,6 +17,7 @@ from inflight_gateway.chat_logprobs import chat_logprobs
 from inflight_gateway.chat_plan import ChatBody, ChatPlan, plan_chat
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.kv_transfer import transfer_answer
 from inflight_gateway.legacy_logprobs import vllm_logprobs
 from inflight_gateway.sse import encode_json
 from inflight_gateway.usage import fingerprint_of, usage_of
@@ -46,7 +47,8 @@ async def answer_chat(http: Request, body: ChatBody) -> Response:
     if body.stream:
         return await stream_events(gateway, http, [request], plan.limit, ChatEvents(head, body, plan))
     results = await complete(gateway, http, [{**request, "one_response": True}], plan.limit)
-    return Response(encode_json(_whole(head, body, plan, results[0])), media_type="application/json")
+    found = _whole(head, body, plan, results[0]) | transfer_answer(body.kv_transfer_params)
+    return Response(encode_json(found), media_type="application/json")
 
 
 def _whole(head: dict[str, Any], body: ChatBody, plan: ChatPlan, result: GenerationResult) -> dict[str, Any]:

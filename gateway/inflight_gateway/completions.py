@@ -16,10 +16,11 @@ from inflight_gateway.errors import invalid
 from inflight_gateway.fill_in_middle import fill_in_middle
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.kv_transfer import transfer_answer
 from inflight_gateway.length_limit import LengthLimit
 from inflight_gateway.response_format import body_constraint
 from inflight_gateway.sse import encode_json
-from inflight_gateway.translations import COMMON, Translation
+from inflight_gateway.translations import COMPLETIONS, Translation
 from inflight_gateway.upstream import ServedModel
 from inflight_gateway.usage import fingerprint_of, usage_of
 
@@ -43,7 +44,7 @@ class CompletionBody(SamplingBody, kw_only=True):
         "return_hidden_states": (None, False),
     }
     IGNORED: ClassVar[frozenset[str]] = COMMON_IGNORED
-    TRANSLATED: ClassVar[dict[str, Translation]] = COMMON
+    TRANSLATED: ClassVar[dict[str, Translation]] = COMPLETIONS
 
     prompt: Any
     suffix: str | None = None
@@ -78,7 +79,8 @@ async def answer_completion(http: Request, body: CompletionBody) -> Response:
     if body.stream:
         return await stream_events(gateway, http, requests, limit, CompletionEvents(head, body.include_usage, plans))
     results = await complete(gateway, http, [{**request, "one_response": True} for request in requests], limit)
-    return Response(encode_json(_whole(head, plans, results)), media_type="application/json")
+    found = _whole(head, plans, results) | transfer_answer(body.kv_transfer_params)
+    return Response(encode_json(found), media_type="application/json")
 
 
 def checked_prompts(gateway: Gateway, body: CompletionBody) -> list[dict[str, Any]]:

@@ -7,11 +7,14 @@ happens to it, the answer is that of one Triton.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import logging
+import socket
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from inflight_client import DeadlineExceededError, InflightError, ServerUnreachableError
@@ -35,7 +38,17 @@ _log = logging.getLogger("inflight_gateway")
 
 _FACTS_SECONDS = 1.0  # for which what a Triton serves is remembered: another checkpoint must not compute first tokens
 _MISMATCH_SECONDS = 2.0  # for which a Triton is not asked again for a model or adapter that it does not have
+_COUNTED_SECONDS = 5.0  # for which a name has so many addresses
 _ASK_SECONDS = 5.0  # for it to tell what it serves
+
+
+async def num_addresses(address: str) -> int:
+    """Of the host of a `host:port`; 1 if the name is not known."""
+    host = address.rpartition(":")[0].strip("[]")
+    with contextlib.suppress(OSError, UnicodeError):
+        found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return len({where[0] for family, *_, where in found if family == found[0][0]})
+    return 1
 
 
 class PrefillTriton:
@@ -44,19 +57,28 @@ class PrefillTriton:
     After a failure it rests.
 
     Args:
-        address: `host:port`.
+        address: `host:port`; a name with several addresses is that of as many Tritons, which get prompts in turn.
         upstream: calls it; no call is repeated.
         clock: seconds.
+        count: addresses of a `host:port`.
 
     Attributes:
         queued: tokens of prompts that it computes now, for this process.
     """
 
-    def __init__(self, address: str, upstream: Upstream, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        address: str,
+        upstream: Upstream,
+        clock: Callable[[], float] = time.monotonic,
+        count: Callable[[str], Awaitable[int]] = num_addresses,
+    ) -> None:
         self.address = address
         self.upstream = upstream
         self.queued = 0
-        self._clock = clock
+        self._clock, self._count = clock, count
+        self._servers, self._counted = 1, float("-inf")
+        self._counting: asyncio.Task[None] | None = None
         self._rest = Rest()
         self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
         self._mismatches: dict[tuple[str, str | None], float] = {}
@@ -65,6 +87,11 @@ class PrefillTriton:
     @property
     def is_free(self) -> bool:
         return self._rest.is_over(self._clock(), self.queued)
+
+    @property
+    def ahead(self) -> int:
+        """Tokens of prompts before the next one."""
+        return self.queued // self._servers
 
     def may_serve(self, model: str, adapter: str | None) -> bool:
         """Whether it did not lack them a moment ago."""
@@ -76,6 +103,9 @@ class PrefillTriton:
         Raises:
             InflightError: it cannot be reached, or does not answer.
         """
+        if self._clock() - self._counted >= _COUNTED_SECONDS and (self._counting is None or self._counting.done()):
+            self._counted = self._clock()
+            self._counting = asyncio.create_task(self._count_servers())  # a slow name server delays no prompt
         asked, info = self._facts.get(model, (float("-inf"), {}))
         if self._clock() - asked >= _FACTS_SECONDS:
             asked = self._clock()
@@ -87,6 +117,14 @@ class PrefillTriton:
                 info = {}
             self._facts[model] = asked, info
         return info
+
+    async def _count_servers(self) -> None:
+        self._servers = await self._count(self.address)
+
+    async def close(self) -> None:
+        if self._counting is not None:
+            self._counting.cancel()
+        await self.upstream.close()
 
     def forget(self) -> None:
         """Ask anew what it serves."""
@@ -131,7 +169,7 @@ def with_handover(
                 models=(),
                 prefill_triton=(),
                 handover="",
-                routing="ordered",
+                routing="round-robin",  # among the addresses of a name, such as that of several pods
                 reconnect_timeout=0.0,
             )
         )
@@ -178,10 +216,10 @@ class HandoverUpstream:
             return self._upstream.send(request)
         prompt, costs = self._sent.sent(request), self._costs[request.model]
         tokens = prompt.tokens - prompt.cached
-        free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.queued)
+        free = sorted((one for one in self._prefills if one.is_free), key=lambda one: one.ahead)
         prefills = [one for one in free if one.may_serve(request.model, request.adapter)]
-        queued = prefills[0].queued if prefills else 0
-        wanted = is_wanted(self._above, costs, time.monotonic(), tokens, queued)
+        ahead = prefills[0].ahead if prefills else 0
+        wanted = is_wanted(self._above, costs, time.monotonic(), tokens, ahead)
         if wanted and not prefills:
             self._report("mismatch" if free else "busy")
         if not wanted or not prefills:
@@ -232,4 +270,4 @@ class HandoverUpstream:
         """As `Upstream.close`."""
         await self._upstream.close()
         for prefill in self._prefills:
-            await prefill.upstream.close()
+            await prefill.close()

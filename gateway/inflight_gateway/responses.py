@@ -18,6 +18,7 @@ from inflight_gateway.chat_plan import ChatPlan, plan_chat
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.generation import complete, stream_events
+from inflight_gateway.kv_transfer import transfer_answer
 from inflight_gateway.response_headers import warn
 from inflight_gateway.response_items import ResponseItems
 from inflight_gateway.responses_input import ResponsesBody, chat_of_responses
@@ -43,10 +44,8 @@ async def responses(http: Request) -> Response:
         return await stream_events(gateway, http, [request], limit, _Events(answer, plan))
     results = await complete(gateway, http, [{**request, "one_response": True}], limit)
     answer.grow(results[0].choices[0])
-    return Response(
-        encode_json(answer.response(usage_of(results, reasoning=plan.reasoning_tokens()))),
-        media_type="application/json",
-    )
+    found = answer.response(usage_of(results, reasoning=plan.reasoning_tokens()))
+    return Response(encode_json(found | transfer_answer(body.kv_transfer_params)), media_type="application/json")
 
 
 def _head(body: ResponsesBody, response_id: str, model: str) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from inflight_gateway.errors import invalid
+from inflight_gateway.kv_transfer import for_another_server
 
-__all__ = ["CHAT", "COMMON", "RESPONSES", "THINKING_SWITCHES", "Say", "Translation"]
+__all__ = ["CHAT", "COMMON", "COMPLETIONS", "RESPONSES", "THINKING_SWITCHES", "Say", "Translation"]
 
 Say = Callable[[str], None]  # warns of something that is not done
 
@@ -93,13 +94,23 @@ def _truncation(body: dict[str, Any], value: Any, say: Say) -> None:
         raise invalid("truncation: 'auto' or 'disabled' is expected", "truncation")
 
 
+def _chats_limit(body: dict[str, Any], value: Any, say: Say) -> None:
+    """`max_completion_tokens` is the name in chats; llm-d's sidecar sends both names everywhere."""
+    body["max_tokens"] = value
+
+
 COMMON: dict[str, Translation] = {
     **{f"guided_{kind}": _guided(kind) for kind in ("json", "regex", "choice", "grammar")},
+    "cache_hit_threshold": _without_effect("cache_hit_threshold", "what is not cached is computed"),
     "keep_alive": _without_effect("keep_alive", "models stay loaded"),
-    "kv_transfer_params": _without_effect("kv_transfer_params", "KV of other engines is found by its content"),
+    "kv_transfer_params": for_another_server,
     "num_ctx": _without_effect("num_ctx", "the length of the context is the model's"),
     "store": _without_effect("store", "nothing is stored"),
     "vllm_xargs": _without_effect("vllm_xargs", "no extension reads it"),
+}
+COMPLETIONS: dict[str, Translation] = {
+    **COMMON,
+    "max_completion_tokens": _chats_limit,
 }
 CHAT: dict[str, Translation] = {
     **COMMON,

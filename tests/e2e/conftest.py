@@ -58,6 +58,7 @@ GROUPS = {
         "memory",
         "opentelemetry",
         "pooling",
+        "prefill_proxies",
         "replay",
         "scheduling",
         "serving",

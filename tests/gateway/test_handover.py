@@ -490,7 +490,7 @@ async def test_with_handover_calls_each_triton_once_and_no_other() -> None:
         for prefill in upstream._prefills:
             options = prefill.upstream._options
             assert options.triton == (prefill.address,) and not options.models and not options.prefill_triton
-            assert (options.routing, options.reconnect_timeout, options.headers) == ("ordered", 0.0, {"key": "k"})
+            assert (options.routing, options.reconnect_timeout, options.headers) == ("round-robin", 0.0, {"key": "k"})
 
 
 async def test_a_streaming_client_sees_one_answer(start: Callable[..., Any]) -> None:

@@ -73,6 +73,7 @@ def test_every_key_of_other_servers_is_listed() -> None:
     kinds: dict[str, tuple[type[Body], ...]] = {
         "all": (CompletionBody, ChatBody, ResponsesBody),
         "chats": (ChatBody,),
+        "completions": (CompletionBody,),
         "responses": (ResponsesBody,),
     }
     listed = {

@@ -49,7 +49,7 @@ async def test_older_names_of_constraints(start, path):
 async def test_what_has_no_effect_is_said(start, path):
     front = await start(ok)
     without = {"num_ctx": 4096, "keep_alive": "5m", "vllm_xargs": {"a": 1}, "store": True}
-    for key, value in {**without, "kv_transfer_params": {"do_remote_decode": True}}.items():
+    for key, value in {**without, "cache_hit_threshold": 0.5}.items():
         response = await front.post(path, {**ALL[path], key: value})
         assert response.status_code == 200
         assert response.headers["x-inflight-warning"].startswith(f"{key} has no effect: ")

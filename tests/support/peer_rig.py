@@ -35,11 +35,16 @@ class PeerRig:
     """
 
     def __init__(
-        self, namespace: bytes = NAMESPACE, secret: bytes = b"", port: int = 0, max_bytes: int = 2**30
+        self,
+        namespace: bytes = NAMESPACE,
+        secret: bytes = b"",
+        port: int = 0,
+        max_bytes: int = 2**30,
+        address: str = "127.0.0.1",
     ) -> None:
         self.host, self.coming, self.port = HostStore(max_bytes), set[bytes](), port or free_port()
-        self.server = PeerServer("127.0.0.1", self.port, self.host, lambda: self.coming, namespace, secret)
-        wait_until_it_listens(self.port)
+        self.server = PeerServer(address, self.port, self.host, lambda: self.coming, namespace, secret)
+        wait_until_it_listens(self.port, address)
 
     def store(self, namespace: bytes = NAMESPACE, secret: bytes = b"", seconds: float = 30.0) -> PeerStore:
         """One that reads it."""
@@ -83,11 +88,11 @@ class PeerProcess:
         self.kill()
 
 
-def wait_until_it_listens(port: int) -> None:
+def wait_until_it_listens(port: int, address: str = "127.0.0.1") -> None:
     deadline = time.monotonic() + 60
     while True:
         with socket.socket() as client:
-            if client.connect_ex(("127.0.0.1", port)) == 0:
+            if client.connect_ex((address, port)) == 0:
                 return
         assert time.monotonic() < deadline
         time.sleep(0.005)

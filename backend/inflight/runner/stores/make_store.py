@@ -10,7 +10,8 @@ from inflight.kv_tiers_config import KVTier
 from inflight.runner.stores.directory import DirectoryStore
 from inflight.runner.stores.host import HostStore
 from inflight.runner.stores.lmcache_store import LMCacheStore
-from inflight.runner.stores.peer_address import host_and_port
+from inflight.runner.stores.named_peers import NamedPeers
+from inflight.runner.stores.peer_address import host_and_port, is_name
 from inflight.runner.stores.peer_store import PeerStore
 from inflight.runner.stores.redis_store import RedisStore, without_password
 
@@ -32,7 +33,8 @@ def make_store(tier: KVTier, namespace: str, secret: bytes = b"") -> KVStore:
         return DirectoryStore(Path(tier.path).expanduser().absolute(), namespace, parse_bytes(tier.size or 0))
     assert tier.url is not None
     if tier.type == "peer":
-        return PeerStore(*host_and_port(tier.url), bytes.fromhex(namespace), secret)
+        host, port = host_and_port(tier.url)
+        return (NamedPeers if is_name(host) else PeerStore)(host, port, bytes.fromhex(namespace), secret)
     if tier.type == "lmcache":
         return _lmcache(tier.url, namespace)
     password = _password(tier.password_file)

@@ -7,7 +7,7 @@ import re
 
 from inflight.config import ConfigError, EngineConfig
 
-__all__ = ["expect_private", "host_and_port"]
+__all__ = ["expect_private", "host_and_port", "is_name"]
 
 _ADDRESS = re.compile(r"([^/:@\s\[\]]+|\[[0-9a-fA-F:.]+\]):(\d{1,5})")
 
@@ -49,6 +49,15 @@ def host_and_port(address: str) -> tuple[str, int]:
     if found is None or not 0 < int(found[2]) < 2**16:
         raise ValueError(address)
     return found[1].strip("[]"), int(found[2])
+
+
+def is_name(host: str) -> bool:
+    """Whether it can have several addresses, each of another engine."""
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return host != "localhost"
+    return False
 
 
 def _is_loopback(host: str) -> bool:

@@ -10,6 +10,12 @@
     - --triton={{ include "inflight.peersName" . }}:8001
     {{- end }}
     - --model={{ .Values.model.name }}
+    {{- with .Values.prefill }}
+    {{- if .replicas }}
+    - --prefill-triton={{ include "inflight.peersHost" $ }}.{{ include "inflight.fullname" $ }}-prefill:8001
+    - --handover={{ ternary "off" (toString .handover) (kindIs "bool" .handover) }}
+    {{- end }}
+    {{- end }}
     {{- if .Values.endpointPicker.enabled }}
     - --triton-metrics=http://127.0.0.1:8002/metrics
     {{- end }}

@@ -13,6 +13,7 @@
 {{- printf "%s-%s" .Release.Name (include "inflight.name" .) | trunc $length | trimSuffix "-" }}
 {{- end }}
 {{- with .slug }}-{{ . }}{{ end }}
+{{- if .decode }}-prefill{{ end }}
 {{- end }}
 
 {{/* A model's name as a part of names and labels. */}}
@@ -44,7 +45,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 
 {{- define "inflight.selector" -}}
 {{ include "inflight.release" . }}
-app.kubernetes.io/component: server
+app.kubernetes.io/component: {{ ternary "prefill" "server" (hasKey . "decode") }}
 {{- with .slug }}
 inflight-model: {{ . }}
 {{- end }}
@@ -144,13 +145,42 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- fail (printf "model.settings.%s: the chart sets this key, from %s" $key (get $from $key | default "model.source")) }}
 {{- end }}
 {{- end }}
-{{- merge $own .Values.model.settings | toPrettyJson }}
+{{- merge $own (include "inflight.kvSettings" . | fromJson) | toPrettyJson }}
+{{- end }}
+
+{{/* model.settings, with the tiers through which the pods for prompts give KV to the others. */}}
+{{- define "inflight.kvSettings" -}}
+{{- $settings := deepCopy .Values.model.settings }}
+{{- $tiers := $settings.kv_tiers | default list }}
+{{- with .Values.prefill }}
+{{- if $.decode }}
+{{- $settings = mergeOverwrite $settings (deepCopy .settings) }}
+{{- $_ := set $settings "kv_listen" (printf "0.0.0.0:%d" (int .port)) }}
+{{- $types := list }}
+{{- range $tiers }}
+{{- $types = append $types .type }}
+{{- end }}
+{{- if not (has "host" $types) }}
+{{- $tiers = prepend $tiers (dict "type" "host" "size" .kvSize) }}
+{{- end }}
+{{- else if .replicas }}
+{{- $tiers = append $tiers (dict "type" "peer" "url" (printf "tcp://%s-prefill:%d" (include "inflight.fullname" $) (int .port))) }}
+{{- end }}
+{{- end }}
+{{- if $tiers }}
+{{- $_ := set $settings "kv_tiers" $tiers }}
+{{- end }}
+{{- toJson $settings }}
 {{- end }}
 
 {{/* Equal for pods that give the same answers: they may go on with each other's streams. */}}
 {{- define "inflight.peers" -}}
+{{- if .decode }}
+{{- include "inflight.peers" .decode }}
+{{- else }}
 {{- $adapters := ternary (toJson .Values.model.adapters) "" (not (empty .Values.model.adapters)) }}
 {{- printf "%s %s%s" (include "inflight.modelJson" .) (include "inflight.image" .) $adapters | sha256sum | trunc 8 }}
+{{- end }}
 {{- end }}
 
 {{/* The host name of such pods of a Deployment: a part of their address behind the headless Service, whose name stays. */}}
@@ -174,7 +204,7 @@ v{{ include "inflight.peers" . }}
 
 {{/* Whether gateways of other pods reach Triton. */}}
 {{- define "inflight.tritonIsShared" -}}
-{{- if or .Values.failover.enabled .slug }}true{{ end }}
+{{- if or .Values.failover.enabled .slug .decode }}true{{ end }}
 {{- end }}
 
 {{/* With hard rules a new pod may find no node while the old ones run, so an old one goes first. */}}
@@ -239,6 +269,7 @@ v{{ include "inflight.peers" . }}
 {{- if and $v.endpointPicker.enabled .slug }}
 {{- fail "endpointPicker.enabled and models: a picker chooses among replicas of one model; install a release for each" }}
 {{- end }}
+{{- include "inflight.checkPrefill" . }}
 {{- $budget := $v.podDisruptionBudget }}
 {{- $unset := list "" "<nil>" }}
 {{- if $budget.enabled }}
@@ -256,9 +287,36 @@ v{{ include "inflight.peers" . }}
 {{- end }}
 {{- end }}
 
+{{/* Pods for prompts that could give no KV to the others. */}}
+{{- define "inflight.checkPrefill" -}}
+{{- $v := .Values }}
+{{- if and $v.prefill.replicas (not .decode) }}
+{{- if not $v.kv.secret.name }}
+{{- fail "prefill.replicas: KV crosses the network, so kv.secret.name must name a Secret; make it with: kubectl create secret generic NAME --from-literal=kv-secret=$(openssl rand -hex 32)" }}
+{{- end }}
+{{- if hasKey $v.model.settings "kv_listen" }}
+{{- fail "model.settings.kv_listen: prefill.replicas sets this key, in the pods for prompts, from prefill.port" }}
+{{- end }}
+{{- if eq (toString $v.model.settings.enable_prefix_caching) "false" }}
+{{- fail "model.settings.enable_prefix_caching=false: no request would use the KV of prefill.replicas; leave it out" }}
+{{- end }}
+{{- range $key, $value := $v.prefill.settings }}
+{{- if has $key (list "block_size" "dtype" "hf_overrides" "kv_cache_dtype" "load_format" "max_model_len" "quantization") }}
+{{- fail (printf "prefill.settings.%s: the pods for prompts need the same as the others, or their KV is not read; set it in model.settings" $key) }}
+{{- end }}
+{{- if has $key (list "enable_lora" "enable_prefix_caching" "kv_listen" "kv_store_secret_file" "kv_tiers" "model" "revision" "drain_timeout") }}
+{{- fail (printf "prefill.settings.%s: the chart sets this key, or it is in model.settings for all pods" $key) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- end }}
+
 {{/* Values of the release whose models contradict each other. */}}
 {{- define "inflight.checkModels" -}}
 {{- $seen := dict }}
+{{- if and .Values.models .Values.prefill.replicas }}
+{{- fail "prefill.replicas and models: the gateways in front of several models do not know which pods compute whose prompts; install a release for each model" }}
+{{- end }}
 {{- range .Values.models }}
 {{- $slug := include "inflight.slug" .model.name }}
 {{- if not $slug }}

@@ -11,7 +11,7 @@
     - --http-port=8000
     - --grpc-port=8001
     - --grpc-address={{ ternary "0.0.0.0" "127.0.0.1" (or .Values.service.grpc.enabled (ne (include "inflight.tritonIsShared" .) "")) }}
-    {{- if .slug }}
+    {{- if or .slug .decode }}
     # Gateways look for new replicas when a connection ends; open streams stay.  Milliseconds.
     - --grpc-max-connection-age=60000
     {{- end }}
@@ -61,6 +61,9 @@
     - {name: grpc, containerPort: 8001}
     {{- end }}
     - {name: metrics, containerPort: 8002}
+    {{- if .decode }}
+    - {name: kv, containerPort: {{ .Values.prefill.port }}}
+    {{- end }}
   # Triton opens its ports once the model is loaded.
   startupProbe:
     httpGet: {path: "/v2/models/{{ $model.name }}/ready", port: http}
