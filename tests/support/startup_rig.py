@@ -17,6 +17,8 @@ from inflight.loading.check.paged_logits import paged_logits
 from inflight.loading.loaded_model import LoadedModel
 from inflight.loading.startup import REUSED, load_or_reuse, wait_until_kept
 
+__all__ = ["CHAIN", "OF_BLOCKS", "config", "in_codes", "is_reused", "logits", "start"]
+
 Log = pytest.LogCaptureFixture
 
 
