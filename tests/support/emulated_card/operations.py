@@ -51,7 +51,7 @@ _CHANGE_SHAPE = {aten.resize_.default, aten.set_.source_Tensor, aten.set_.source
 
 
 class _Operation:
-    """What there is to know of an operation, found once: to torch's hash of operations each question would be a call.
+    """The properties of an operation, found once: torch computes its hash in Python, so that each look-up is a call.
 
     Attributes:
         written: place and name of each argument that it writes to.

@@ -1,4 +1,4 @@
-"""What a start from kept weights does not import."""
+"""Modules that a start from kept weights leaves out."""
 
 from __future__ import annotations
 
