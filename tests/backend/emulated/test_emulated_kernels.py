@@ -1,4 +1,4 @@
-"""Kernels on the emulated card: their order, their memory, and those that start before the one before has ended."""
+"""Kernels on the emulated card: their order, their memory, and kernels that start before others have ended."""
 
 from __future__ import annotations
 
