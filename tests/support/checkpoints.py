@@ -85,19 +85,31 @@ def make_checkpoint(model_type: str, folder: Path, seed: int = 1234, **changes: 
     return str(path)
 
 
-def greedy_reference(path: str, prompts: list[list[int]], max_tokens: list[int]) -> list[list[int]]:
-    """Output token ids of transformers' `generate()`, each prompt alone, greedy, in float32."""
+def greedy_reference(
+    path: str, prompts: list[list[int]], max_tokens: list[int], alone: bool = False
+) -> list[list[int]]:
+    """Output token ids of transformers' `generate()`, greedy, in float32.
+
+    Args:
+        alone: generate for one prompt after the other.  It takes three times as long, and matters where a model's
+            angles depend on the longest sequence; `tests/backend/runner/test_parity.py` compares the two.
+    """
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    pairs = list(zip(prompts, max_tokens))
     outputs = []
-    for prompt, count in zip(prompts, max_tokens):
+    for group in [[pair] for pair in pairs] if alone else [pairs]:
+        width = max(len(prompt) for prompt, _ in group)
+        ids, mask = torch.zeros(2, len(group), width, dtype=torch.long)
+        for row, (prompt, _) in enumerate(group):
+            ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = torch.tensor(prompt), 1
         with torch.inference_mode():
-            ids = model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=count,
+            found = model.generate(
+                ids,
+                attention_mask=mask,
+                max_new_tokens=max(count for _, count in group),
                 do_sample=False,
                 eos_token_id=None,
                 pad_token_id=0,
             )
-        outputs.append(ids[0, len(prompt) :].tolist())
+        outputs += [row[width : width + count].tolist() for row, (_, count) in zip(found, group)]
     return outputs

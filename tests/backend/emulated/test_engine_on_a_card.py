@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from card_rig import card_core, functions_as_kernels, runner_of, without_waits
+from card_rig import card_core, functions_as_kernels, never_waiting, runner_of, without_waits
 from checkpoints import make_checkpoint
 from emulated_card import Card, emulated_card
 from every_kind import every_kind, prompt_of, work_of
@@ -23,7 +23,9 @@ from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
+from inflight.kernels.gpu import launch
 from inflight.loading.load_errors import LoadError
+from inflight.runner import device_runner
 from inflight.runner.device_runner import DeviceRunner
 
 MIB = 2**20
@@ -102,6 +104,22 @@ def test_ragged_arrivals_of_every_kind(
     assert (core.scheduler.num_preempted_total > 0) == (options.get("block_size") == 4)
     assert (card.num_replays >= 10) != ("enforce_eager" in options)
     assert not card.launched_at_once
+
+
+def test_without_kernels_the_definitions_run_in_torch(
+    card: Card, checkpoint: str, on_the_cpu: EngineCore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU whose machine has no C compiler: attention, operations, inputs of steps and samples."""
+    monkeypatch.undo()
+    monkeypatch.setattr(launch, "_has_compiler", lambda: False)
+    launch.can_launch.cache_clear()
+    for name in ("make_inputs", "put_tokens"):
+        monkeypatch.setattr(device_runner, name, never_waiting(getattr(device_runner, name)))
+    prompts, params = requests(5)
+    expected = work_of(on_the_cpu, prompts, params, stagger=2)
+    core = card_core(checkpoint, seed=1)
+    assert core.info.attention_backend == "reference"
+    assert work_of(core, prompts, params, stagger=2) == expected
 
 
 _arrivals = st.lists(st.tuples(st.integers(1, 30), st.integers(0, 99), st.integers(4, 14)), min_size=1, max_size=8)

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from panics import Panic
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer
 
-from inflight import heap
 from inflight.grammars import guidance
 from inflight.grammars.base import Grammar, MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import BEYOND_LIMITS, GrammarSpec
-from inflight.grammars.vocabulary import Vocabulary, read_vocabulary
+from inflight.grammars.vocabulary import Vocabulary
 
 from .conftest import DEMO, EOS, VOCAB
 
@@ -124,7 +122,6 @@ def test_sources_are_bounded_in_size_too(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_one_that_takes_too_long_fails_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    import threading
 
     begun, release, real = threading.Event(), threading.Event(), guidance.guidance_grammar
 
@@ -359,150 +356,3 @@ def test_where_one_token_is_allowed_it_is_settled_without_a_mask(
             assert not walk.error
         taken.append(token)
     assert places, "some forced text has several spellings"
-
-
-CORPUS = ['the quick brown fox {"name": "x", "age": 12} jumps', "ünïcode ☃ text 日本"] * 3
-
-
-def byte_level() -> Tokenizer:
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=["</s>"], initial_alphabet=alphabet)
-    )
-    return made
-
-
-def byte_fallback() -> Tokenizer:
-    vocab = {"</s>": 0, "<unk>": 1}
-    vocab |= {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    for letter in '▁abcdefghijklmnopqrstuvwxyz{}":, 0123456789':
-        vocab.setdefault(letter, len(vocab))
-    for merged in ("th", "the", "▁the"):
-        vocab[merged] = len(vocab)
-    merges = [("t", "h"), ("th", "e"), ("▁", "the")]
-    made = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    made.add_special_tokens([AddedToken("</s>", special=True)])
-    return made
-
-
-def metaspace() -> Tokenizer:
-    made = Tokenizer(models.Unigram())
-    made.pre_tokenizer = pre_tokenizers.Metaspace()
-    made.decoder = decoders.Metaspace()
-    specials = ["</s>", "<unk>"]
-    made.train_from_iterator(
-        CORPUS, trainers.UnigramTrainer(vocab_size=100, special_tokens=specials, unk_token="<unk>")
-    )
-    return made
-
-
-@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
-def test_the_bytes_of_a_token_are_those_that_the_tokenizer_decodes(make: Any) -> None:
-    made = make()
-    made.add_tokens([AddedToken("<tool_call>", special=False, normalized=False)])
-    made.add_special_tokens([AddedToken("[CONTROL]", special=True)])
-    found = read_vocabulary(made.to_str())
-    specials = {made.token_to_id("</s>"), made.token_to_id("[CONTROL]"), made.token_to_id("<unk>")} - {None}
-    assert set(found.special_ids) <= specials and found.names["[CONTROL]"] == made.token_to_id("[CONTROL]")
-    assert found.tokens[made.token_to_id("<tool_call>")] == b"<tool_call>"
-    anchor = made.encode("a", add_special_tokens=False).ids
-    before = made.decode(anchor, skip_special_tokens=False)
-    for token, data in enumerate(found.tokens):
-        text = made.decode([*anchor, token], skip_special_tokens=False).removeprefix(before)
-        assert data.decode("utf-8", errors="replace") == text
-    for text in ('{"name": "x"}', " the fox", "ünï"):
-        assert b"".join(found.tokens[token] for token in found.encode(text)).decode() in (text, text.lstrip())
-
-
-@pytest.mark.parametrize(
-    ("made", "named"),
-    [
-        (Tokenizer(models.WordPiece(unk_token="[UNK]", vocab={"[UNK]": 0, "a": 1})), "missing"),
-        (Tokenizer(models.WordLevel(vocab={"a": 0}, unk_token="a")), "missing"),
-    ],
-)
-def test_other_tokenizers_are_refused_by_name(made: Tokenizer, named: str) -> None:
-    if isinstance(made.model, models.WordPiece):
-        made.decoder, named = decoders.WordPiece(), "WordPiece"
-    grammars = GuidanceGrammars(made.to_str, 5, [0])
-    assert f"decoder is {named}" in outcome(grammars, DIGITS)
-
-
-def test_a_checkpoint_without_an_end_of_sequence_token_has_no_grammars() -> None:
-    assert "end-of-sequence" in outcome(GuidanceGrammars(DEMO.read_text, VOCAB, []), DIGITS)
-
-
-@pytest.mark.parametrize("error", [KeyError, Panic])
-def test_a_vocabulary_whose_reading_fails_refuses_its_requests(error: type[BaseException]) -> None:
-    def read() -> str:
-        raise error("no such merge")
-
-    grammars = GuidanceGrammars(read, VOCAB, [EOS])
-    assert [outcome(grammars, spec) for spec in (DIGITS, SCHEMA)] == [str(error("no such merge"))] * 2
-
-
-def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
-    for size in (VOCAB - 7, VOCAB + 70):
-        grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
-        assert outcome(grammars, DIGITS) == ""
-        bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
-        grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "(?s:.*)")), 0, [])], bitmask)
-        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
-        assert bits[EOS] and bits[: min(size, VOCAB)].sum() > VOCAB / 2 and not bits[VOCAB:size].any()
-        for token in range(VOCAB, size):
-            sequence = grammars.new(GrammarSpec("regex", "(?s:.*)"))
-            assert sequence.settle([], [token], [True]) == sequence.num_allowed([token]) == 0
-            sequence.advance([token])
-            assert sequence.error
-
-
-def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
-    assert "out of range" in outcome(grammars, DIGITS)
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3])
-    assert outcome(grammars, DIGITS) == ""
-    bitmask = np.empty((1, mask_words(VOCAB + 70)), dtype=np.int32)
-    grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
-    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
-    assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : VOCAB + 70].any()
-
-
-def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of tokens that the library has copied; and tokens without a text are in none of its dozen tries."""
-    read = []
-    monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
-    assert outcome(grammars, DIGITS) == ""
-    assert not read[0].tokens
-    tokenizer, names = grammars._begin_to_load().result()
-    assert tokenizer.decode_bytes([VOCAB + 3]) == b"<[%d]>" % (VOCAB + 3), "it has bytes"
-    assert names == read[0].names
-
-
-def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once."""
-    trims: list[threading.Thread] = []
-    may_trim, trimmed = threading.Event(), threading.Event()
-
-    def trim() -> None:
-        assert may_trim.wait(60)
-        trims.append(threading.current_thread())
-        trimmed.set()
-
-    for module in (guidance, heap):
-        monkeypatch.setattr(module, "trim_heap", trim)
-    monkeypatch.setattr(heap, "_DELAY", 0.0)
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
-    assert outcome(grammars, DIGITS) == "", "it has not waited"
-    may_trim.set()
-    assert trimmed.wait(60)
-    assert isinstance(trims[0], threading.Timer)
-    GuidanceGrammars(DEMO.read_text, VOCAB, [EOS]).load()
-    assert trims[1:] == [threading.current_thread()]

@@ -39,6 +39,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, on infinities in the interpreter
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
 ]
+ONE_LAYER = {"num_hidden_layers": 1}  # where layers do not matter: it loads in half the time
 FUSED = {"kernel_config": {"fused_experts": True}}
 PROMPTS = [[5, 9, 30, 2, 77], [8], [100, 3, 55, 4]]
 PARAMS = [
@@ -92,7 +93,7 @@ def test_mxfp4_stays_in_four_bits(dtype: str, tmp_path: Path) -> None:
 
 
 def test_float32_unpacks(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = make_mxfp4_checkpoint(tmp_path)
+    path = make_mxfp4_checkpoint(tmp_path, **ONE_LAYER)
     model = loaded(path, dtype="float32", **FUSED)
     assert not any(isinstance(module, Mxfp4Experts) for module in experts_of(model))
     assert by_kernels(model), "the unpacked experts are plain ones"
@@ -114,7 +115,7 @@ def test_unpacked_experts_have_the_dtype_of_the_model(
         return model
 
     monkeypatch.setattr(mxfp4_checkpoint, "pretrained", in_bfloat16)
-    model = loaded(make_mxfp4_checkpoint(tmp_path), dtype=dtype)
+    model = loaded(make_mxfp4_checkpoint(tmp_path, **ONE_LAYER), dtype=dtype)
     assert {weight.dtype for weight in experts_of(model)[0].parameters()} == {getattr(torch, dtype)}
 
 
@@ -166,11 +167,11 @@ def test_wrong_kernels_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """Plain experts run through transformers instead; a checkpoint in four bits is refused."""
     right = GpuExperts.experts
     monkeypatch.setattr(GpuExperts, "experts", lambda self, x, *args: 1.5 * right(self, x, *args))
-    path = make_checkpoint("qwen3_moe", tmp_path)
+    path = make_checkpoint("qwen3_moe", tmp_path, **ONE_LAYER)
     model = loaded(path, **FUSED)
     assert not by_kernels(model)
     assert "run through transformers: they compute other logits" in caplog.text
-    packed = make_mxfp4_checkpoint(tmp_path)
+    packed = make_mxfp4_checkpoint(tmp_path, **ONE_LAYER)
     with pytest.raises(LoadError, match="fused_experts does not work here: they compute other logits; remove it"):
         loaded(packed, **FUSED)
 
@@ -180,12 +181,12 @@ def test_a_kernel_that_does_not_compile_is_named(tmp_path: Path, monkeypatch: py
         raise RuntimeError("no such instruction")
 
     monkeypatch.setattr(GpuExperts, "prepare", fail)
-    assert not by_kernels(loaded(make_checkpoint("mixtral", tmp_path), **FUSED))
+    assert not by_kernels(loaded(make_checkpoint("mixtral", tmp_path, **ONE_LAYER), **FUSED))
     assert "run through transformers: no such instruction" in caplog.text
 
 
 def test_a_gate_of_another_kind_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = make_checkpoint("qwen3_moe", tmp_path, hidden_act="gelu")
+    path = make_checkpoint("qwen3_moe", tmp_path, hidden_act="gelu", **ONE_LAYER)
     assert not by_kernels(loaded(path, dtype="float32", **FUSED))
     assert "run through transformers: Qwen3MoeExperts has a gate of its own" in caplog.text
 
@@ -200,7 +201,7 @@ def test_experts_of_transformers_5_17_do_not_say_whether_they_have_a_norm(
         return plain_experts(module)
 
     monkeypatch.setattr(fused_experts, "_plain_experts", without)
-    assert by_kernels(loaded(make_checkpoint("qwen3_moe", tmp_path), dtype="float32", **FUSED))
+    assert by_kernels(loaded(make_checkpoint("qwen3_moe", tmp_path, **ONE_LAYER), dtype="float32", **FUSED))
 
 
 def test_other_experts_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -229,7 +230,7 @@ def outputs(path: str, **options: Any) -> tuple[dict[tuple[int, int], list[int]]
 def test_decode_steps_are_captured(model_type: str, dtype: str, tmp_path: Path) -> None:
     """Whatever the routing; with the tokens of experts by transformers."""
     make = partial(make_checkpoint, model_type) if model_type != "mxfp4" else make_mxfp4_checkpoint
-    path = make(tmp_path, num_hidden_layers=1)
+    path = make(tmp_path, **ONE_LAYER)
     expected, _ = outputs(path, dtype=dtype, enforce_eager=True)
     found, core = outputs(path, dtype=dtype, **FUSED)
     assert found == expected

@@ -76,7 +76,9 @@ def test_every_request_makes_the_choice_of_generate(path: str, setting: str) -> 
     prompts, counts = prompts_of(SHAPES), [count for _, count in SHAPES]
     core = make_core(path, **SETTINGS[setting])
     deltas = run(core, prompts, [greedy(count) for count in counts], stagger=2)
-    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == greedy_reference(path, prompts, counts)
+    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == greedy_reference(
+        path, prompts, counts, alone=True
+    )
     if setting == "preempting":
         assert core.scheduler.num_preempted_total > 0
 
@@ -86,7 +88,7 @@ def test_steps_on_a_device_and_replayed_ones_make_the_same_choices(
 ) -> None:
     path = make_checkpoint("phi3", tmp_path, **LONGROPE)
     prompts, counts = prompts_of(SHAPES), [count for _, count in SHAPES]
-    expected = greedy_reference(path, prompts, counts)
+    expected = greedy_reference(path, prompts, counts, alone=True)
 
     def outputs(core: Any) -> list[list[int]]:
         deltas = run(core, prompts, [greedy(count) for count in counts], stagger=2)
@@ -150,7 +152,9 @@ def test_dynamic_scaling_takes_the_base_of_the_request(tmp_path: Path) -> None:
     prompts, counts = prompts_of(shapes), [count for _, count in shapes]
     core = make_core(path, max_model_len=100, block_size=4, max_num_batched_tokens=24)
     deltas = run(core, prompts, [greedy(count) for count in counts])
-    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == greedy_reference(path, prompts, counts)
+    assert [tokens(deltas[index, 0]) for index in range(len(prompts))] == greedy_reference(
+        path, prompts, counts, alone=True
+    )
     with pytest.raises(ConfigError, match="max_model_len=129 exceeds the checkpoint's 128 positions"):
         make_core(path, max_model_len=129)
     assert make_core(path).info.max_model_len == LIMIT

@@ -12,7 +12,9 @@ import torch
 from checkpoints import make_checkpoint
 from offline import make_core
 
+from inflight.config import EngineConfig
 from inflight.kernels.cpu import library
+from inflight.loading.startup import load_or_reuse, wait_until_kept
 from inflight.runner import cpu_threads
 from inflight.runner.cpu_threads import available_cpus
 
@@ -122,7 +124,10 @@ DEMO = str(Path(__file__).parents[3] / "model_repository" / "demo" / "1" / "chec
 
 
 @pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
-def test_a_forked_process_says_at_once_that_it_cannot_compute() -> None:
+def test_a_forked_process_says_at_once_that_it_cannot_compute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE", str(tmp_path))  # the program starts from kept weights, without transformers
+    load_or_reuse(EngineConfig.from_dict({"model": DEMO, "device": "cpu", "dtype": "float32"}))
+    wait_until_kept()
     path = [str(Path(__file__).parents[3] / name) for name in ("backend", "tools")]
     program = FORK.format(path=path, checkpoint=DEMO)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)

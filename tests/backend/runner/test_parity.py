@@ -62,6 +62,13 @@ def test_greedy_output_equals_generate(model_type, setting):
         assert core.scheduler.num_preempted_total > 0, "the pool must be too small"
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("model_type", [*ARCHITECTURES, "roberta"])
+def test_the_reference_is_that_of_each_prompt_alone(model_type: str) -> None:
+    path, prompts, counts, reference = prepared(model_type)
+    assert reference == greedy_reference(path, prompts, counts, alone=True)
+
+
 def test_positions_are_those_of_generate_where_forward_counts_otherwise() -> None:
     """roberta's `forward()` counts from `padding_idx + 1` unless it gets positions, as `generate()` gives them."""
     test_greedy_output_equals_generate("roberta", "small chunks")

@@ -23,6 +23,7 @@ from emulated_card.tensors import (
     check_devices,
     contents,
     each_tensor,
+    kind_of,
     mapped,
     meta_of,
     new_tensor,
@@ -45,62 +46,76 @@ _ALLOCATE = {
     aten.new_empty_strided.default,
 }
 _ALIASES = {aten._unsafe_view.default, aten.lift_fresh.default, aten.lift.default}
+_WHOLE = {aten.linear.default}  # composed of others for a CPU and a GPU alike, which would be four launches
 _CHANGE_SHAPE = {aten.resize_.default, aten.set_.source_Tensor, aten.set_.source_Storage_storage_offset}
 
 
-@functools.cache
-def _is_composite(func: Any) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+class _Operation:
+    """The properties of an operation, found once: torch computes its hash in Python, so that each look-up is a call.
+
+    Attributes:
+        written: place and name of each argument that it writes to.
+    """
+
+    def __init__(self, func: Any) -> None:
+        arguments, returns = enumerate(func._schema.arguments), func._schema.returns
+        aliases = [item.alias_info for item in returns if item.alias_info is not None]
+        self.func = func
+        self.special = SPECIAL.get(func)
+        is_composite = torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+        self.is_composite = is_composite and func not in _WHOLE
+        self.is_view = func in _ALIASES or any(not alias.is_write for alias in aliases)
+        self.allocates, self.changes_shape = func in _ALLOCATE, func in _CHANGE_SHAPE
+        self.indexes = func in INDEXING
+        self.is_sized_by_contents = (
+            torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        )
+        self.is_random = torch.Tag.nondeterministic_seeded in func.tags
+        self.written = [(i, x.name) for i, x in arguments if x.alias_info is not None and x.alias_info.is_write]
+        self.num_returns = len(returns)
 
 
-@functools.cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return func in _ALIASES or any(item.alias_info is not None and not item.alias_info.is_write for item in returns)
+_operations: dict[int, _Operation] = {}
 
 
-@functools.cache
-def _written(func: Any) -> tuple[tuple[int, str], ...]:
-    """Place and name of each argument that the operation writes to."""
-    arguments = enumerate(func._schema.arguments)
-    return tuple((i, arg.name) for i, arg in arguments if arg.alias_info is not None and arg.alias_info.is_write)
-
-
-@functools.cache
-def _sized_by_contents(func: Any) -> bool:
-    return torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+def _operation(func: Any) -> _Operation:
+    found = _operations.get(id(func))
+    if found is None:
+        found = _operations[id(func)] = _Operation(func)
+    return found
 
 
 def dispatch(card: Card, func: Any, args: Any, kwargs: Any) -> Any:
     """One operation of torch, if it concerns the card."""
-    values = each_tensor((args, kwargs))
+    values = each_tensor((args, kwargs) if kwargs else args)
     device = kwargs.get("device")
     to_card = device is not None and torch.device(device).type == "cuda"
-    if not to_card and not any(isinstance(value, CudaTensor) for value in values):
+    operation, has_card_tensor = _operation(func), any(isinstance(value, CudaTensor) for value in values)
+    if not (to_card or has_card_tensor):
         if kwargs.get("pin_memory"):
             made = func(*args, **{**kwargs, "pin_memory": False})
-            if func in _ALLOCATE:
+            if operation.allocates:
                 poison(made.untyped_storage(), made.dtype)()
             return card.pinned.add(made)
         devices = [value for value in args if isinstance(value, torch.device)]
         if not (devices and devices[0].type == "cuda"):
             return func(*args, **kwargs)
-    if _is_composite(func):
+    if operation.is_composite:
         with card.mode:
             return func.decompose(*args, **kwargs)
-    special = SPECIAL.get(func)
-    if special is not None:
-        return special(card, *args, **kwargs)
-    if func in _CHANGE_SHAPE:
+    if operation.special is not None:
+        return operation.special(card, *args, **kwargs)
+    if operation.changes_shape:
         raise NotImplementedError(f"{func} of a tensor on the emulated card")
     if device is not None and not to_card:  # new_zeros and the like on the host
         return func(*mapped(args, lambda value: value.meta if isinstance(value, CudaTensor) else value), **kwargs)
-    if func in INDEXING:
+    if operation.indexes:
         args = _indices_on_card(card, func, args)
         values = each_tensor((args, kwargs))
     check_devices(func, values)
-    kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
-    return _run(card, func, args, kwargs, values, makes=to_card)
+    if kwargs:
+        kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
+    return _run(card, operation, args, kwargs, values, makes=to_card)
 
 
 def _indices_on_card(card: Card, func: Any, args: Any) -> Any:
@@ -119,42 +134,39 @@ def _indices_on_card(card: Card, func: Any, args: Any) -> Any:
     return (self, found, *others)
 
 
-def _run(card: Card, func: Any, args: Any, kwargs: Any, values: list[Tensor], makes: bool) -> Any:
+def _run(card: Card, operation: _Operation, args: Any, kwargs: Any, values: list[Tensor], makes: bool) -> Any:
     """One kernel, or one change of strides."""
-    inner_args, inner_kwargs = mapped(args, contents), mapped(kwargs, contents)
-    if _is_view(func):
+    func = operation.func
+    inner_args, inner_kwargs = mapped(args, contents), mapped(kwargs, contents) if kwargs else kwargs
+    if operation.is_view:
         (owner,) = [value for value in values if isinstance(value, CudaTensor)][:1]
         with device_side():
             made = func(*inner_args, **inner_kwargs)
         with torch.inference_mode(owner.is_inference()):
             return mapped(made, lambda inner: CudaTensor(inner, owner.memory, card))
     used = [value.memory for value in values if isinstance(value, CudaTensor) and value.memory is not None]
-    if _sized_by_contents(func) and func not in INDEXING:  # whose masks are indices by now
+    if operation.is_sized_by_contents and not operation.indexes:  # whose masks are indices by now
         return _at_once(card, func, inner_args, inner_kwargs, str(func))
     call_kwargs = {"device": "cpu", **inner_kwargs} if makes else inner_kwargs
     try:
         shapes = _shapes_of(func, args, kwargs, makes)
     except NotImplementedError:
-        if _written(func):
+        if operation.written:
             raise
         card.launched_at_once[str(func)] += 1
         return _at_once(card, func, inner_args, call_kwargs, f"{func}, which the emulated card cannot run late")
     work = functools.partial(func, *inner_args, **call_kwargs)
-    if torch.Tag.nondeterministic_seeded in func.tags:
+    if operation.is_random:
         work = functools.partial(card.with_random_state, work)
-    written = _written(func)
-    if written:
+    if operation.written:
         card.launch(work, used)
-        targets = [args[i] if i < len(args) else kwargs[name] for i, name in written]
-        return _result_of_writing(func, targets)
+        return _result_of_writing(operation, args, kwargs)
     made = mapped(shapes, lambda shape: new_tensor(card, shape.size(), shape.stride(), shape.dtype))
-    if func not in _ALLOCATE:
-        outputs = each_tensor(made)
-        if not outputs:
-            return made
-        targets = [out.inner for out in outputs if isinstance(out, CudaTensor)]
-        owned = [out.memory for out in outputs if isinstance(out, CudaTensor) and out.memory is not None]
-        card.launch(functools.partial(store, work, targets), used + owned)
+    if not operation.allocates:
+        outputs = [out for out in each_tensor(made) if isinstance(out, CudaTensor)]
+        if outputs:
+            owned = [out.memory for out in outputs if out.memory is not None]
+            card.launch(functools.partial(store, work, [out.inner for out in outputs]), used + owned)
     return made
 
 
@@ -167,7 +179,7 @@ def _shapes_of(func: Any, args: Any, kwargs: Any, makes: bool) -> Any:
     Computed once for each kind of arguments: torch does it in Python, which takes longer than all else here.
     """
     try:
-        key = func, makes, torch.get_default_dtype(), _kind(args), _kind(kwargs)
+        key = id(func), makes, torch.get_default_dtype(), kind_of(args), kind_of(kwargs)
         if key in _shapes:
             return _shapes[key]
     except TypeError:  # an argument that has no hash
@@ -180,22 +192,11 @@ def _shapes_of(func: Any, args: Any, kwargs: Any, makes: bool) -> Any:
     return shapes
 
 
-def _kind(value: Any) -> Any:
-    """Equal for arguments that give results of the same shapes."""
-    if isinstance(value, Tensor):
-        return "tensor", tuple(value.size()), value.stride(), value.dtype
-    if isinstance(value, (list, tuple)):
-        return tuple([_kind(item) for item in value])
-    if isinstance(value, dict):
-        return tuple([(key, _kind(item)) for key, item in value.items()])
-    return type(value), value
-
-
-def _result_of_writing(func: Any, targets: list[Any]) -> Any:
-    count = len(func._schema.returns)
-    if count == 0:
+def _result_of_writing(operation: _Operation, args: Any, kwargs: Any) -> Any:
+    targets = [args[i] if i < len(args) else kwargs[name] for i, name in operation.written]
+    if operation.num_returns == 0:
         return None
-    return targets[0] if count == 1 else tuple(targets[:count])
+    return targets[0] if operation.num_returns == 1 else tuple(targets[: operation.num_returns])
 
 
 def _at_once(card: Card, func: Any, args: Any, kwargs: Any, why: str) -> Any:

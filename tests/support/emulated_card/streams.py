@@ -6,9 +6,10 @@ early, or overwrites what a copy has still to read, therefore always sees wrong 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,22 +23,20 @@ __all__ = ["Event", "Stream", "current_card", "device_side", "is_installed", "se
 _LONGEST = 1024  # launches that a stream holds before the host has to wait
 
 
-class device_side:
-    """No mode of the host sees, or changes, what the card does.
+def device_side() -> Any:
+    """A context in which no mode of the host sees, or changes, what the card does.
 
-    Every operation enters it, so it is a class, and looks for modes first: disabling none takes ten times as long.
+    Every operation enters it, so it is torch's own wherever no other mode is in effect.
     """
+    if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        return _without_modes()
+    return torch._C._InferenceMode(True)
 
-    def __enter__(self) -> None:
-        self._guards: list[Any] = [torch._C.DisableTorchFunction(), torch._C._InferenceMode(True)]
-        if torch._C._len_torch_dispatch_stack():
-            self._guards.append(_disable_current_modes())
-        for guard in self._guards:
-            guard.__enter__()
 
-    def __exit__(self, *error: object) -> None:
-        for guard in reversed(self._guards):
-            guard.__exit__(None, None, None)
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), torch._C._InferenceMode(True), _disable_current_modes():
+        yield
 
 
 class Stream:

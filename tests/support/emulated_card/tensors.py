@@ -6,7 +6,7 @@ A `CudaTensor` says that it is on cuda:0; its contents are a CPU tensor that onl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +26,7 @@ __all__ = [
     "check_devices",
     "contents",
     "each_tensor",
+    "kind_of",
     "launch_function",
     "mapped",
     "meta_of",
@@ -35,6 +36,8 @@ __all__ = [
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda:0")
+# Arguments that contain no tensor.  `isinstance(x, Tensor)` takes ten times as long as a look into this set.
+_PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 INDEXING = {
     aten.index.Tensor,
     aten._unsafe_index.Tensor,
@@ -50,11 +53,13 @@ class CudaTensor(Tensor):
     Attributes:
         inner: its contents, once the stream's work has run.
         memory: the allocation that it keeps alive; None for memory that it does not own.
+        shape_key: its size, strides and dtype, once something has asked for them (`kind_of`).
     """
 
     inner: Tensor  # type: ignore[assignment]  # hides torch.inner
     memory: Allocation | None
     card: Card
+    shape_key: tuple[Any, ...] | None = None
 
     @staticmethod
     def __new__(cls, inner: Tensor, memory: Allocation | None, card: Card) -> CudaTensor:
@@ -131,30 +136,53 @@ class CudaTensor(Tensor):
 def each_tensor(value: Any) -> list[Tensor]:
     """All tensors in nested lists, tuples and dictionaries."""
     found: list[Tensor] = []
-    _find_tensors(value, found)
+    _find_tensors((value,), found)
     return found
 
 
-def _find_tensors(value: Any, found: list[Tensor]) -> None:
-    if isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _find_tensors(item, found)
-    elif isinstance(value, dict):
-        for item in value.values():
-            _find_tensors(item, found)
+def _find_tensors(values: Iterable[Any], found: list[Tensor]) -> None:
+    for value in values:
+        kind = type(value)
+        if kind in _PLAIN:
+            continue
+        if kind is CudaTensor or isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            _find_tensors(value, found)
+        elif isinstance(value, dict):
+            _find_tensors(value.values(), found)
 
 
 def mapped(value: Any, of_tensor: Callable[[Tensor], Any]) -> Any:
     """`value` with each of its tensors replaced."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is CudaTensor or isinstance(value, Tensor):
         return of_tensor(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([mapped(item, of_tensor) for item in value])
+        return kind([item if type(item) in _PLAIN else mapped(item, of_tensor) for item in value])
     if isinstance(value, dict):
         return {key: mapped(item, of_tensor) for key, item in value.items()}
     return value
+
+
+def kind_of(value: Any) -> Any:
+    """Equal for arguments that give results of the same shapes.  Raises TypeError: some have no hash."""
+    kind = type(value)
+    if kind is CudaTensor:
+        if value.shape_key is None:
+            value.shape_key = "tensor", tuple(value.size()), value.stride(), value.dtype
+        return value.shape_key
+    if kind in _PLAIN:
+        return kind, value
+    if isinstance(value, Tensor):
+        return "tensor", tuple(value.size()), value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple(map(kind_of, value))
+    if isinstance(value, dict):
+        return tuple([(key, kind_of(item)) for key, item in value.items()])
+    return kind, value
 
 
 def contents(value: Tensor) -> Tensor:
@@ -166,7 +194,7 @@ def contents(value: Tensor) -> Tensor:
 
 def new_tensor(card: Card, size: Any, stride: Any, dtype: torch.dtype) -> CudaTensor:
     """On the card, with undefined contents."""
-    count = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride))
+    count = 0 if 0 in size else 1 + sum([(n - 1) * step for n, step in zip(size, stride)])
     memory = card.allocate(count * dtype.itemsize, dtype)
     with device_side():
         inner = torch.empty(0, dtype=dtype).set_(memory.storage, 0, size, stride)

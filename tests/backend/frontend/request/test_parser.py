@@ -1,77 +1,19 @@
+"""Keys of requests as vllm_backend and vLLM name them: their values, their limits, and what an invalid one is told."""
+
 from __future__ import annotations
 
 import json
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import pytest
-from frontend_rig import CHECKPOINT, demo_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parser_rig import MAX_LEN, SPECS, TOKENIZER, VOCAB, parse, parse_with, parser, rejected, sampled, sent, tensor
 
-from inflight.config import EngineConfig
-from inflight.engine.messages import AddRequest
 from inflight.engine.sampling_params import SamplingParams
-from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.errors import RequestError
-from inflight.frontend.request.contract import INPUTS, WireRequest
-from inflight.frontend.request.parsed_request import ParsedRequest
-from inflight.frontend.request.parser import RequestParser
-from inflight.frontend.text.tokenizer import Tokenizer
-
-TOKENIZER = demo_tokenizer()
-CHAT = ChatTemplate.load(str(CHECKPOINT))
-VOCAB = 2560
-MAX_LEN = 64
-
-
-def parser(**config: Any) -> RequestParser:
-    return RequestParser(EngineConfig(model="m", **config), TOKENIZER, CHAT, MAX_LEN, VOCAB)
-
-
-PARSER = parser()
-
-DTYPES = {
-    "TYPE_STRING": np.object_,
-    "TYPE_BOOL": np.bool_,
-    "TYPE_INT32": np.int32,
-    "TYPE_INT64": np.int64,
-    "TYPE_UINT64": np.uint64,
-    "TYPE_FP32": np.float32,
-    "TYPE_FP64": np.float64,
-}
-SPECS = {spec.name: spec for spec in INPUTS}
-
-
-def tensor(name: str, value: Any) -> np.ndarray:
-    """A declared input as Triton passes it."""
-    values = value if isinstance(value, list) else [value]
-    values = [v.encode() if isinstance(v, str) else v for v in values]
-    return np.array(values, dtype=DTYPES[SPECS[name].data_type])
-
-
-def parse(parameters: dict[str, Any] | None = None, timeout_us: int = 0, **inputs: Any) -> ParsedRequest:
-    inputs.setdefault("text_input", "the list")
-    arrays = {name: tensor(name, value) for name, value in inputs.items() if value is not None}
-    return PARSER.parse(WireRequest(arrays, parameters or {}, timeout_us))
-
-
-def sent(parameters: dict[str, Any] | None = None, **inputs: Any) -> AddRequest:
-    """The message for the engine."""
-    return parse(parameters, **inputs).engine_request
-
-
-def sampled(parameters: dict[str, Any] | None = None, **inputs: Any) -> SamplingParams:
-    return sent(parameters, **inputs).params
-
-
-def rejected(parameters: dict[str, Any] | None = None, **inputs: Any) -> str:
-    with pytest.raises(RequestError) as caught:
-        parse(parameters, **inputs)
-    assert caught.value.code == "INVALID_ARG"
-    return caught.value.message
-
+from inflight.frontend.request.contract import WireRequest
 
 # -- keys of vllm_backend ---------------------------------------------------------------------
 
@@ -130,48 +72,6 @@ def test_return_flags_request_what_they_need_from_the_engine() -> None:
 
 def test_null_counts_as_absent() -> None:
     assert sampled(sampling_parameters='{"temperature": null, "stop": null}').temperature == 1.0
-
-
-# -- TensorRT-LLM's, LiteLLM's and OpenAI's names ----------------------------------------------
-
-
-def test_litellm_generate_body() -> None:
-    """`parameters` of its body, which Triton spreads over declared inputs and request parameters."""
-    params = sampled(max_completion_tokens=7, max_tokens=2000, bad_words=[""], stop_words=[""], stream=False)
-    assert params.bad_words_ids == []
-    assert params.stop == []
-    assert params.max_tokens == 7
-    assert sampled({"max_completion_tokens": 7, "max_tokens": 2000}).max_tokens == 7
-
-
-def test_tensorrt_llm_names() -> None:
-    params = sampled(
-        max_tokens=20,
-        min_length=2,
-        bad_words=["list"],
-        stop_words=["end", "", "stop"],
-        random_seed=2**64 - 1,
-        end_id=9,
-        pad_id=2,
-        beam_width=1,
-        length_penalty=1.0,
-        return_log_probs=False,
-        num_return_sequences=2,
-    )
-    assert (params.max_tokens, params.min_tokens, params.n, params.seed) == (20, 2, 2, 2**64 - 1)
-    assert params.stop == ["end", "stop"]
-    assert params.stop_token_ids == [9]
-    assert params.bad_words_ids == TOKENIZER.bad_words_ids(["list"])
-    assert sampled(end_id=-1).ignore_eos is True
-
-
-def test_stop_and_stop_words_are_joined() -> None:
-    assert sampled(stop=["a"], stop_words=["b", "a"]).stop == ["b", "a"]
-
-
-def test_a_key_wins_over_its_alias_in_either_order() -> None:
-    assert sampled({"seed": 1, "random_seed": 2}).seed == 1
-    assert sampled({"random_seed": 2, "seed": 1}).seed == 1
 
 
 def test_float32_inputs_equal_the_same_number_in_json() -> None:
@@ -257,61 +157,6 @@ def test_a_configured_seed_makes_request_seeds_repeatable() -> None:
     assert sampled({"seed": -1}).seed not in (None, -1)
 
 
-# -- prompts -------------------------------------------------------------------------------
-
-
-def test_input_ids_of_either_width() -> None:
-    for dtype in (np.int64, np.int32):
-        request = PARSER.parse(WireRequest({"input_ids": np.array([5, 6], dtype=dtype)}))
-        assert request.engine_request.prompt_token_ids == [5, 6]
-        assert request.prepend_text == ""
-    request = parse(text_input=None, input_ids=[5, 6], exclude_input_in_output=False)
-    assert request.prepend_text == TOKENIZER.decode([5, 6])
-
-
-def test_messages_are_rendered_with_the_template() -> None:
-    request = parse(text_input=None, messages='[{"role": "user", "content": "hi"}]')
-    assert TOKENIZER.decode(request.engine_request.prompt_token_ids, skip_special_tokens=False) == (
-        "<|endoftext|><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
-    )
-    assert request.prepend_text == ""
-
-
-@pytest.mark.parametrize(
-    ("inputs", "says"),
-    [
-        ({"text_input": None}, "give exactly one of text_input, input_ids, messages"),
-        (
-            {"text_input": "", "messages": "", "input_ids": [5], "stop": "", "sampling_parameters": "{"},
-            "not valid JSON",
-        ),
-        ({"text_input": None, "input_ids": []}, "give exactly one of"),
-        ({"input_ids": [5]}, "got text_input and input_ids: give exactly one"),
-        ({"text_input": "word " * 100}, "tokens: it must be 1 to 63 long"),
-        ({"text_input": "word " * 100_000}, "must be more than 63 tokens"),
-        ({"text_input": None, "input_ids": [5] * MAX_LEN}, "the prompt has 64 tokens: it must be 1 to 63 long"),
-        ({"text_input": None, "input_ids": [5, VOCAB]}, "token id 2560 is not in the vocabulary [0, 2559]"),
-        ({"text_input": None, "messages": "hi"}, "messages: not valid JSON"),
-        ({"text_input": None, "messages": '[{"content": "x"}]'}, "message 0 is not an object with a role"),
-        ({"text_input": None, "messages": '[{"role": "user", "content": "\\ud800"}]'}, "messages: not valid JSON"),
-        ({"sampling_parameters": "{"}, "sampling_parameters: not valid JSON"),
-        ({"sampling_parameters": "[1]"}, "sampling_parameters='[1]': must be a JSON object"),
-    ],
-)
-def test_invalid_prompts(inputs: dict[str, Any], says: str) -> None:
-    assert says in rejected(**inputs)
-
-
-def test_an_empty_text_beside_ids_does_not_count_as_a_prompt() -> None:
-    assert sent(text_input="", input_ids=[5]).prompt_token_ids == [5]
-
-
-def test_invalid_utf8_names_the_byte() -> None:
-    wire = WireRequest({"text_input": np.array([b"abc\xff"], dtype=np.object_)})
-    with pytest.raises(RequestError, match="text_input is not valid UTF-8: byte 0xff at 3"):
-        PARSER.parse(wire)
-
-
 # -- values --------------------------------------------------------------------------------
 
 
@@ -382,16 +227,6 @@ def test_any_input_is_parsed_or_rejected(parameters: dict[str, Any], as_tensor: 
         assert 0 < len(request.prompt_token_ids) < MAX_LEN
 
 
-# -- keys of vLLM beyond the common ones -------------------------------------------------------
-
-
-def parse_with(config: dict[str, Any], parameters: dict[str, Any] | None = None, **inputs: Any) -> ParsedRequest:
-    """As `parse`, by a parser with other options of `model.json`."""
-    inputs.setdefault("text_input", "the list")
-    arrays = {name: tensor(name, value) for name, value in inputs.items() if value is not None}
-    return parser(**config).parse(WireRequest(arrays, parameters or {}))
-
-
 def test_keys_that_only_the_frontend_reads() -> None:
     request = parse({"flat_logprobs": True, "detokenize": "false", "allowed_token_ids": "[7, 5, 7]"})
     params = request.engine_request.params
@@ -429,78 +264,3 @@ def test_max_logprobs_is_a_limit_that_model_json_sets() -> None:
         assert (params.logprobs, params.prompt_logprobs) == (-1, -1)
     with pytest.raises(RequestError, match="logprobs=-1: at most 2559 are allowed"):
         parse_with({"max_logprobs": VOCAB - 1}, {"logprobs": -1})
-
-
-def test_an_empty_text_is_the_start_token_where_the_tokenizer_adds_one() -> None:
-    assert sent(text_input="").prompt_token_ids == TOKENIZER.encode("") == [0]
-    assert parse(text_input="").prepend_text == ""
-    bare = Tokenizer.load(str(CHECKPOINT))
-    bare.encode = lambda text, *, add_special_tokens=True: TOKENIZER.encode(text, add_special_tokens=False)
-    plain = RequestParser(EngineConfig(model="m"), bare, CHAT, MAX_LEN, VOCAB)
-    with pytest.raises(RequestError, match="text_input is empty, and the tokenizer adds no start token"):
-        plain.parse(WireRequest({"text_input": tensor("text_input", "")}))
-
-
-WORDS = " ".join(f"word{k}" for k in range(60))
-
-
-@pytest.mark.parametrize("count", [2, 62])
-def test_a_truncated_text_keeps_its_start_token_and_its_end(count: int) -> None:
-    whole = TOKENIZER.encode(WORDS)
-    found = sent({"truncate_prompt_tokens": count}, text_input=WORDS).prompt_token_ids
-    assert found == [whole[0], *whole[len(whole) - count + 1 :]]
-    assert len(found) == count
-    assert parse({"truncate_prompt_tokens": count}, text_input=WORDS).prepend_text == WORDS
-
-
-def test_truncation_to_what_fits() -> None:
-    assert "tokens: it must be 1 to 63 long" in rejected(text_input=WORDS)
-    assert len(sent({"truncate_prompt_tokens": -1}, text_input=WORDS).prompt_token_ids) == MAX_LEN - 1
-    assert len(sent({"truncate_prompt_tokens": -1}, text_input=WORDS * 9999).prompt_token_ids) == MAX_LEN - 1
-    assert sent({"truncate_prompt_tokens": 1}, text_input=WORDS).prompt_token_ids == TOKENIZER.encode(WORDS)[-1:]
-    assert sent({"truncate_prompt_tokens": 9}, text_input="the list").prompt_token_ids == TOKENIZER.encode("the list")
-    ids = sent({"truncate_prompt_tokens": 2}, text_input=None, input_ids=[5, 6, 7]).prompt_token_ids
-    assert ids == [6, 7], "ids are taken as they are"
-    messages = json.dumps([{"role": "user", "content": WORDS}])
-    rendered = TOKENIZER.encode(CHAT.render(messages), add_special_tokens=False)
-    ids = sent({"truncate_prompt_tokens": 30}, text_input=None, messages=messages).prompt_token_ids
-    assert ids == rendered[-30:]
-
-
-# -- what model.json says about clients ---------------------------------------------------------
-
-
-@pytest.mark.parametrize(("default", "prepended"), [(None, "the list"), (False, "the list"), (True, "")])
-def test_model_json_sets_the_default_of_exclude_input_in_output(default: bool | None, prepended: str) -> None:
-    config = {"exclude_input_in_output": default}
-    assert parse_with(config).prepend_text == prepended
-    assert parse_with(config, exclude_input_in_output=False).prepend_text == "the list", "the request decides"
-    assert parse_with(config, exclude_input_in_output=True).prepend_text == ""
-    assert parse_with(config, stream=True).prepend_text == "", "a default never makes a stream an error"
-
-
-class TestTensorRTLLM:
-    CONFIG = MappingProxyType({"wire_format": "tensorrt_llm"})
-
-    def sampled(self, **inputs: Any) -> SamplingParams:
-        return parse_with(self.CONFIG, **inputs).engine_request.params
-
-    def test_streaming_ignores_that_the_prompt_is_asked_for(self) -> None:
-        request = parse_with(self.CONFIG, stream=True, exclude_input_in_output=False)
-        assert (request.prepend_text, request.separate) == ("", True)
-        assert parse_with(self.CONFIG, exclude_input_in_output=False).prepend_text == "the list"
-
-    def test_sampling_is_greedy_unless_top_k_or_top_p_is_given(self) -> None:
-        assert self.sampled(temperature=0.7).temperature == 0.0
-        assert self.sampled(temperature=0.7, top_k=0, top_p=0.0).temperature == 0.0
-        assert self.sampled(temperature=0.7, top_k=5).temperature == 0.7
-        assert self.sampled(temperature=0.7, top_p=0.9, top_k=0).temperature == 0.7
-        assert (self.sampled(top_k=5, top_p=0.0).top_k, self.sampled(top_k=5, top_p=0.0).top_p) == (5, 1.0)
-        assert sampled(temperature=0.7).temperature == 0.7, "vllm_backend's clients sample"
-        assert "top_p=0.0 is out of range" in rejected(top_p=0.0)
-
-    def test_return_log_probs_asks_the_engine_for_the_chosen_tokens_alone(self) -> None:
-        request = parse_with(self.CONFIG, return_log_probs=True)
-        assert request.engine_request.params.logprobs == 0
-        assert "return_log_probs" in request.returns
-        assert not request.shows_logprobs

@@ -1,0 +1,93 @@
+"""Modules that a start from kept weights leaves out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from startup_rig import CHAIN, in_codes, start
+
+from inflight.config import EngineConfig
+from inflight.device import deferred_torch
+from inflight.kernels.cpu import library
+from inflight.loading import startup
+
+pytestmark = pytest.mark.skipif(library.unavailable() is not None, reason=str(library.unavailable()))
+
+Log = pytest.LogCaptureFixture
+
+
+def test_the_second_start_imports_no_transformers(llama: str, cache: Path, tmp_path: Path) -> None:
+    """Neither of plain weights nor of codes; nor does a draft model's."""
+    gguf = in_codes("Q4_K", tmp_path / "gguf")
+    every = [{"model": path} for path in (llama, gguf, in_codes(CHAIN, tmp_path))]
+    every.append({"model": llama, "speculative_config": {"model": gguf, "kv_cache_memory": "1MiB"}})
+    options = [{**each, "device": "cpu", "kv_cache_memory": "1MiB"} for each in every]
+    program = f"""
+import sys
+from inflight.config import EngineConfig
+from inflight.loading.startup import wait_until_kept
+from inflight.runner.pipeline import make_runner
+for options in {options!r}:
+    runner = make_runner(EngineConfig.from_dict(options))
+    assert (runner.draft_runner is None) == ("speculative_config" not in options)
+wait_until_kept()
+print([name for name in ("transformers", "torch._dynamo", "torch.distributed.tensor") if name in sys.modules])
+"""
+    for expected in ("['transformers', 'torch._dynamo', 'torch.distributed.tensor']", "[]"):
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+def test_parts_of_torch_are_left_out_until_they_are_used(llama: str, cache: Path) -> None:
+    start(llama)
+    program = f"""
+import sys
+from inflight.config import EngineConfig
+from inflight.device.deferred_torch import import_torch
+import_torch()
+import torch
+from inflight.engine.assembly import make_core
+from inflight.engine.messages import AddRequest
+from inflight.engine.sampling_params import SamplingParams
+from inflight.runner.pipeline import make_runner
+config = EngineConfig.from_dict({{"model": {llama!r}, "device": "cpu", "kv_cache_memory": "1MiB"}})
+core = make_core(config, make_runner(config), listeners=[])
+core.add_request(AddRequest(0, [1, 2, 3], SamplingParams(temperature=1.0, seed=1, max_tokens=3, logprobs=2)))
+while core.has_work:
+    core.step()
+parts = ("torch._meta_registrations", "torch.export")
+print([hasattr(sys.modules[name], "__file__") for name in parts], "torch._decomp" in sys.modules)
+early = sys.modules["torch.export"]
+import transformers
+print([hasattr(sys.modules[name], "__file__") for name in parts], callable(torch.export.export))
+print(torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape, callable(early.export))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    left_out, whole, used = done.stdout.splitlines()
+    tried = torch.__version__.partition("+")[0] in deferred_torch._TRIED
+    assert left_out == ("[False, False] False" if tried else "[True, True] True"), done.stderr
+    assert whole == "[True, True] True"
+    assert used == "torch.Size([3, 3]) True"
+
+
+def test_torch_of_another_version_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    imported: list[str] = []
+    monkeypatch.setattr(deferred_torch, "version", lambda _: "2.99.0+cpu")
+    monkeypatch.setattr(deferred_torch.importlib, "import_module", imported.append)
+    monkeypatch.setattr(sys, "modules", {name: module for name, module in sys.modules.items() if name != "torch"})
+    before = [*sys.meta_path]
+    deferred_torch.import_torch()
+    assert imported == ["torch"] and sys.meta_path == before
+
+
+def test_a_fork_server_leaves_transformers_out_if_weights_are_kept(llama: str, cache: Path) -> None:
+    options = {"model": llama, "device": "auto", "dtype": "float32"}
+    assert not startup.is_kept(EngineConfig.from_dict(options))
+    start(llama, dtype="float32")
+    assert startup.is_kept(EngineConfig.from_dict(options))
+    assert not startup.is_kept(EngineConfig.from_dict({**options, "dtype": "bfloat16"}))
+    assert not startup.is_kept(EngineConfig.from_dict({**options, "trust_remote_code": True}))
