@@ -13,7 +13,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
-from model_entries import load, loaded, wait_unloaded, write_entry
+from model_entries import keep_weights, load, loaded, wait_unloaded, write_entry
 from offline import make_core, run, tokens
 from processes_of import command_line, engine_process, engine_processes, run_in_turns, stopped
 from tritonclient.utils import InferenceServerException
@@ -57,7 +57,8 @@ def entries(checkpoint: str) -> dict[str, dict[str, object]]:
 
 
 @pytest.fixture(scope="module")
-def serving(triton, entries) -> Iterator[TritonServer]:
+def serving(triton, keeping, entries) -> Iterator[TritonServer]:
+    keep_weights(keeping["INFLIGHT_CACHE"], model=entries["tiny"]["model"])
     with loaded(triton, **entries) as server:
         yield server
 
