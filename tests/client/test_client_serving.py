@@ -27,6 +27,7 @@ from inflight_client import (
     transport_http,
 )
 from inflight_client.endpoint import find_endpoint
+from inflight_tools.installation import LauncherError
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 
@@ -248,6 +249,12 @@ def test_the_client_enforces_a_deadline_that_the_server_ignores(
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=0.2)
     seen(key, lambda report: report["cancelled"] == 1)
+
+
+def test_explicit_mode_loads_only_the_named_models(scripted: TritonServer, client: Client) -> None:
+    assert client.ready("scripted") and not client.ready("unnamed")
+    with pytest.raises(LauncherError, match="metrics service has no address"):
+        _ = scripted.metrics_address
 
 
 def test_health_and_metadata(client: Client) -> None:

@@ -18,7 +18,6 @@ from loadtest.__main__ import app
 from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
 from loadtest.charts import Series, chart
 from loadtest.monitor import gauges
-from loadtest.report import render
 
 
 class _Page(HTMLParser):

@@ -43,10 +43,10 @@ def write_entry(repository: Path, name: str, config: str = CONFIG, **options: An
     return version.parent
 
 
-def copy_entry(repository: Path, name: str) -> Path:
-    """An entry of `model_repository` with its checkpoint on one core."""
+def copy_entry(repository: Path, name: str, **changes: Any) -> Path:
+    """An entry of `model_repository` with its checkpoint on one core, and other options changed."""
     options = json.loads((MODELS / name / "1" / "model.json").read_text())
-    options |= {"model": str(CHECKPOINT), "cpu_threads": 1}
+    options |= {"model": str(CHECKPOINT), "cpu_threads": 1, **changes}
     entry = write_entry(repository, name, (MODELS / name / "config.pbtxt").read_text())
     (entry / "1" / "model.json").write_text(json.dumps(options))
     return entry
