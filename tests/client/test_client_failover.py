@@ -1,4 +1,4 @@
-"""What is sent to the next server of a stream that was interrupted."""
+"""The next server goes on with a stream that was interrupted, and gets what came so far."""
 
 from __future__ import annotations
 

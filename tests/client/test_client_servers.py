@@ -1,4 +1,4 @@
-"""Which of several servers is next, and what the client tells of them."""
+"""The choice among several servers, and errors that name them."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ HEALTH = 'parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "tr
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the engine of the model `checked` is told."""
+    """Orders for the engine of the model `checked`."""
     return tmp_path_factory.mktemp("checked") / "control.json"
 
 

@@ -1,4 +1,4 @@
-"""Which prompts are handed over: never some, else by what is likely cached and by what pays."""
+"""Prompts that are handed over: never some, others by the cache and by what pays."""
 
 from __future__ import annotations
 
