@@ -72,11 +72,11 @@ class Reading:
         except UnavailableError as error:
             self.error = error.message
         self.began.set()
+        self._client.close()  # a server that stops waits for its clients' connections
 
     def wait(self) -> Reading:
         self._thread.join(30)
         assert not self._thread.is_alive()
-        self._client.close()
         return self
 
 
@@ -159,5 +159,5 @@ def test_the_launcher_drains_before_it_stops_and_leaves_nothing(server: TritonSe
         time.sleep(0.05)
     assert not list(Path("/dev/shm").glob(server.shm_prefix + "*"))
     assert runtime_dir is not None and not runtime_dir.exists()
-    assert all(f"successfully unloaded '{name}'" in server.log_text() for name in ("signalled", "stopped"))
+    assert "drained" in server.log_text(), "the log stays"
     server.stop()  # is safe to repeat
