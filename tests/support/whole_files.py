@@ -19,6 +19,7 @@ LONGEST: tuple[str, ...] = (
     "real model",
     "tests/backend/loading/test_gpu_order.py",
     "tests/backend/frontend/engine_client/test_shared_engine_daemon.py",
+    "tests/tools/test_launcher.py",
     "tests/tools/test_cli.py",
     "tests/backend/runner/test_parity.py",
     "tests/backend/runner/test_graph_steps.py",
