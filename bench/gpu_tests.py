@@ -8,15 +8,17 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from threading import Timer
 from typing import Any
 
 from gpu_rows import Run
 
-__all__ = ["ALONE", "commands", "pytest_rows", "tests"]
+__all__ = ["ALONE", "commands", "pytest_rows", "tests", "with_every_file"]
 
 ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "tests" / "gpu"
 ALONE = "tests/gpu/test_gpu_memory.py"  # judges by the card's free memory, which others change
 _PROCESSES = 7
 
@@ -49,8 +51,21 @@ def tests(run: Run) -> Iterator[dict[str, Any]]:
     if not has_xdist:
         why = "pytest-xdist is not installed: the tests run one after another"
         yield dict(name="tests", shape=f"{_PROCESSES} processes", status="left out", why=why)
-    for command, threads in commands(len(os.sched_getaffinity(0)), has_xdist):
-        yield from _run(run, command, threads)
+    rows = [_run(run, command, threads) for command, threads in commands(len(os.sched_getaffinity(0)), has_xdist)]
+    yield from with_every_file(
+        chain.from_iterable(rows), [f"tests/gpu/{path.name}" for path in FOLDER.glob("test_*.py")]
+    )
+
+
+def with_every_file(rows: Iterable[dict[str, Any]], files: Iterable[str]) -> Iterator[dict[str, Any]]:
+    """The rows, and one for each file that has none."""
+    shown = set()
+    for row in rows:
+        shown.add(row["shape"])
+        yield row
+    for file in sorted(set(files) - shown):
+        why = "none of its tests ran: on an emulated card all are nightly, on a real one the time was over"
+        yield dict(name="tests", shape=file, status="left out", why=why)
 
 
 def _run(run: Run, command: list[str], threads: int) -> Iterator[dict[str, Any]]:

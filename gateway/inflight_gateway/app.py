@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 
@@ -189,7 +190,7 @@ def _routes() -> list[Route]:
     routes = [
         Route(one.path.replace("{model}", "{model:path}"), one.answer, methods=[one.method]) for one in _ENDPOINTS
     ]
-    pages = ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
+    pages = _pages()
     routes.append(Route("/api/{operation:path}", ollama_absent, methods=["GET", "HEAD", "POST", "DELETE"]))
     return [
         *routes,
@@ -197,6 +198,11 @@ def _routes() -> list[Route]:
         Route("/docs", pages.page),
         Route("/page/{name}", page_file),
     ]
+
+
+@functools.cache
+def _pages() -> ApiPages:
+    return ApiPages({(one.method, one.path): (one.summary, one.bodies) for one in _ENDPOINTS})
 
 
 def _middleware(options: GatewayOptions, gateway: Gateway) -> list[Middleware]:

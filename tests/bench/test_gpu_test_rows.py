@@ -54,6 +54,16 @@ def test_rows_of_failed_tests_and_of_files(output: str) -> None:
     assert len(files) == 3
 
 
+def test_a_file_whose_tests_are_all_deselected_has_a_row_too() -> None:
+    """As tests/gpu/test_gpu_kv_tiers.py on an emulated card, where its only test is nightly."""
+    rows = gpu_tests.pytest_rows(PLAIN.splitlines(keepends=True))
+    found = list(gpu_tests.with_every_file(rows, [f"tests/gpu/test_{name}.py" for name in "abcd"]))
+    assert [row["shape"] for row in found if row["name"] == "tests"] == [
+        *(f"tests/gpu/test_{name}.py" for name in "acbd"),
+    ]
+    assert found[-1]["status"] == "left out" and found[-1]["why"].startswith("none of its tests ran")
+
+
 def test_processes_and_threads_fit_the_cores() -> None:
     (together, threads), (alone, all_threads) = gpu_tests.commands(cores=16, has_xdist=True)
     assert together[together.index("-n") + 1] == "7" and threads == 2
@@ -71,6 +81,7 @@ def test_a_machine_without_xdist_is_named(tmp_path: Path, monkeypatch: pytest.Mo
         gpu_tests, "commands", lambda cores, has_xdist: [([sys.executable, "-c", "import time; time.sleep(60)"], 1)]
     )
     run = Run("cpu", True, 0.0, tmp_path / "rows")
-    missing, rest = gpu_tests.tests(run)
+    missing, rest, *files = gpu_tests.tests(run)
     assert missing["why"] == "pytest-xdist is not installed: the tests run one after another"
     assert rest["why"] == "the rest: no time left"
+    assert len(files) == len(list(gpu_tests.FOLDER.glob("test_*.py"))), "a row for each that did not run"

@@ -38,12 +38,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]
     except LauncherError as error:
         pytest.skip(str(error))
     repository = tmp_path_factory.mktemp("repository")
-    version = repository / "scripted" / "1"
-    version.mkdir(parents=True)
-    (version.parent / "config.pbtxt").write_text(_CONFIG)
-    shutil.copy(HERE / "scripted_model.py", version / "model.py")
+    for name in ("scripted", "unnamed"):
+        version = repository / name / "1"
+        version.mkdir(parents=True)
+        (version.parent / "config.pbtxt").write_text(_CONFIG)
+        shutil.copy(HERE / "scripted_model.py", version / "model.py")
+    explicit: dict[str, Any] = {"model_control_mode": "explicit", "load_models": ["scripted"]}
     forward = ["--grpc-header-forward-pattern=x-.*"]
-    with killed_at_the_end(TritonServer(repository, metrics_port=None, extra_args=forward)) as server:
+    with killed_at_the_end(TritonServer(repository, metrics_port=None, extra_args=forward, **explicit)) as server:
         yield server
 
 

@@ -27,6 +27,7 @@ from inflight_client import (
     transport_http,
 )
 from inflight_client.endpoint import find_endpoint
+from inflight_tools.installation import LauncherError
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 
@@ -121,9 +122,13 @@ def test_a_final_flag_without_data_ends_the_stream(client: Client) -> None:
 
 
 def test_streams_of_one_thread_run_side_by_side(client: Client, seen: Look, key: str) -> None:
-    streams = [client.stream(script(key, tokens=4, delay=0.2)) for _ in range(4)]
-    assert [len(list(stream)) for stream in streams] == [4] * 4
-    assert seen(key)["peak"] == 4
+    streams = [client.stream(script(key, tokens=1000, delay=0.01), max_tokens=1000) for _ in range(4)]
+    for stream in streams:
+        assert [next(stream).text for _ in range(4)] == ["t0", " t1", " t2", " t3"]
+    assert seen(key)["running"] == 4
+    for stream in streams:
+        stream.close()
+    seen(key, lambda report: report["cancelled"] == 4)
 
 
 def test_eight_threads_share_a_client(client: Client) -> None:
@@ -143,7 +148,7 @@ def test_eight_threads_share_a_client(client: Client) -> None:
 
 @pytest.mark.parametrize("how", ["cancel", "close", "drop"])
 def test_cancelling_ends_only_this_request(client: Client, seen: Look, key: str, how: str) -> None:
-    other = client.stream(script(f"{key} other", tokens=20, delay=0.02), max_tokens=20)
+    other = client.stream(script(f"{key} other", tokens=20, delay=0.01), max_tokens=20)
     stream = client.stream(script(key, tokens=1000, delay=0.02), max_tokens=1000)
     assert next(other).text == next(stream).text == "t0"
     if how == "cancel":
@@ -244,6 +249,12 @@ def test_the_client_enforces_a_deadline_that_the_server_ignores(
     with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
         client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=0.2)
     seen(key, lambda report: report["cancelled"] == 1)
+
+
+def test_explicit_mode_loads_only_the_named_models(scripted: TritonServer, client: Client) -> None:
+    assert client.ready("scripted") and not client.ready("unnamed")
+    with pytest.raises(LauncherError, match="metrics service has no address"):
+        _ = scripted.metrics_address
 
 
 def test_health_and_metadata(client: Client) -> None:

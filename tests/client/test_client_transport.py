@@ -246,7 +246,7 @@ def _alive() -> dict[str, int]:
     }
 
 
-async def test_thousands_of_streams_leave_nothing() -> None:
+async def test_hundreds_of_streams_leave_nothing() -> None:
     """Complete requests, failed ones, and some that are abandoned after their first response."""
     policy = RetryPolicy(max_attempts=1, resume=True)  # with a timer that watches each stream
     kinds = itertools.cycle(["complete", "left", "failed"])
@@ -275,7 +275,7 @@ async def test_thousands_of_streams_leave_nothing() -> None:
             for _ in range(5):
                 await asyncio.gather(*(one(client) for _ in range(20)))
             before = _alive()
-            for _ in range(100):
+            for _ in range(30):
                 await asyncio.gather(*(one(client) for _ in range(20)))
             for _ in range(400):  # the last ones take a moment to be gone
                 after = _alive()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from guarded_entry import KEY, write_guarded
-from model_entries import copy_entry, killed_at_the_end, loaded
+from model_entries import copy_entry, keep_weights, killed_at_the_end, loaded
 from replicas import Fleet
 
 from inflight_tools.installation import LauncherError, TritonInstallation
@@ -46,6 +46,7 @@ GROUPS = {
         "adapters_real_model",
         "draining",
         "frontend_fake_engine",
+        "frontend_loads",
         "gguf_reload",
         "grouping",
         "handover",
@@ -107,8 +108,11 @@ def triton_installed() -> None:
 
 @pytest.fixture(scope="session")
 def keeping(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """The environment of servers that keep packed weights: of a checkpoint only the first load imports transformers."""
-    return {"INFLIGHT_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    """The environment of servers that find the packed weights of the demo; of other checkpoints the first load leaves
+    them."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    keep_weights(cache)
+    return {"INFLIGHT_CACHE": cache}
 
 
 @pytest.fixture(scope="package")
@@ -120,8 +124,8 @@ def triton(
     It ends with the last test of this folder: idle servers take a tenth of a core.
     """
     repository = tmp_path_factory.mktemp("models")
-    for name in ("demo", "ensemble"):
-        copy_entry(repository, name)
+    copy_entry(repository, "demo")
+    copy_entry(repository, "ensemble", spare_engine=False)
     env = {**keeping, "OTEL_BSP_SCHEDULE_DELAY": "100"}  # milliseconds until spans leave a stub
     with killed_at_the_end(TritonServer(repository, model_control_mode="explicit", env=env)) as server:
         yield server

@@ -164,14 +164,6 @@ def test_lora_is_off(dressed: TritonServer) -> None:
         assert generated(dressed, "mine", name)["error"] == "LoRA feature is not enabled."
 
 
-def test_a_missing_file_is_the_error_of_the_load(triton: TritonServer) -> None:
-    """On a server that no test asks whether it is ready: with a failed load it is not."""
-    entry = write_entry(triton.repositories[-1], "broken", enable_lora=True)
-    with pytest.raises(InferenceServerException, match=f"Triton backend cannot find {entry}/1/multi_lora.json."):
-        load(triton, "broken")
-    shutil.rmtree(entry)
-
-
 @pytest.mark.nightly
 def test_an_adapter_that_does_not_fit_the_checkpoint_is_the_error_of_the_load(triton: TritonServer, root: Path) -> None:
     """The engine finds it; neither its process nor the stub stays."""

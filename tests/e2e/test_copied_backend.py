@@ -8,6 +8,7 @@ import site
 from pathlib import Path
 
 import pytest
+from model_entries import killed_at_the_end
 from wire import post
 
 from inflight_tools.installation import lay_out_interpreter
@@ -71,7 +72,7 @@ def bare_interpreter(folder: Path) -> Path:
 
 
 def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
-    server: TritonServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: TritonServer, keeping: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = tmp_path / "backends" / "vllm"
     shutil.copytree(ROOT / "backend" / "inflight", copy, ignore=shutil.ignore_patterns("__pycache__"))
@@ -88,9 +89,8 @@ def test_a_copy_of_the_backend_named_vllm_serves_an_entry_of_vllm_backend(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("inflight_tools.launcher.lay_out_interpreter", bare_interpreter)
     request = {"text_input": "Return a list of", "max_tokens": 12, "temperature": 0, "return_token_ids": True}
-    with TritonServer(
-        entry.parent, exit_timeout=5, backend_dir=copy, backend_name="vllm", env={"IMPORT_REPORT": str(report)}
-    ) as copied:
+    env = {**keeping, "IMPORT_REPORT": str(report)}
+    with killed_at_the_end(TritonServer(entry.parent, backend_dir=copy, backend_name="vllm", env=env)) as copied:
         status, answer = post(f"http://{copied.http_address}/v2/models/demo/generate", request)
     assert status == 200, answer
     assert "[vllm] " in copied.log_text() and "[inflight] " not in copied.log_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -31,8 +32,8 @@ ANY_PORTS = ["--http-port", "0", "--grpc-port", "0", "--metrics-port", "0"]
 
 
 @contextmanager
-def _inflight(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """The command as a child process, stopped with SIGINT; none of its processes survives."""
+def _inflight(*arguments: str, hurried: bool = False, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """The command as a child process, stopped with SIGINT, twice if `hurried`; none of its processes survives."""
     command = [sys.executable, "-c", "from inflight_tools.cli import app; app()", *arguments, *ANY_PORTS]
     pipes: dict[str, Any] = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, **pipes)
@@ -43,8 +44,12 @@ def _inflight(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
         assert any(len(session_members(pid)) >= 3 for pid in sessions)  # tritonserver, stub, engine
     finally:
         process.send_signal(signal.SIGINT)
+        if hurried:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.5)
+            process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 0, errors
+    assert (process.returncode, errors.splitlines()[-1]) == (0, "stopped"), errors
     assert not any(session_members(pid) for pid in sessions)
 
 
@@ -52,7 +57,7 @@ def _inflight(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
 def demo(server: TritonServer) -> Iterator[TritonServer]:
     """The server with a slow engine: on a busy machine the clients of the demo would join after its first request,
     which takes less than half a second."""
-    with slowed(engine_process(server, "demo")):
+    with slowed(engine_process(server, "demo"), runs=0.01):
         yield server
 
 
@@ -101,7 +106,7 @@ def test_serve_a_checkpoint_by_its_directory(triton_installed: None, tmp_path: P
     settings = fake_options(tmp_path)
     options = ["--name", "mine", "--dtype", "float32", "--max-num-seqs", "4", "--kv-cache-memory", "64MiB"]
     options += ["--set", f"python_executable={settings['python_executable']}"]
-    with _inflight("serve", "--model", settings["model"], *options, "--openai-port", "0") as process:
+    with _inflight("serve", "--model", settings["model"], *options, "--openai-port", "0", hurried=True) as process:
         assert process.stdout is not None
         key, front, ready = (process.stdout.readline() for _ in range(3))
         assert re.match(r"ready: OpenAI's API at http://127\.0\.0\.1:\d+/v1 and a page", front), front

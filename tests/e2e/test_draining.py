@@ -30,6 +30,7 @@ KEY = "a-key-of-the-test"
 KEY_HEADERS = grpc_metadata(KEY)
 PROMPT = "the list of names"
 MODELS = ["asked", "signalled", "unloaded", "reloaded", "stopped"]
+OUTLIVED = ("unloaded", "reloaded")  # by their requests: they wait for a shorter time
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,8 @@ def server(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("draining")
     repository = folder / "repository"
     for name in MODELS:
-        write_entry(repository, name, FAKE_CONFIG, **fake_options(folder), drain_timeout=2.0)
+        timeout = 0.5 if name in OUTLIVED else 2.0
+        write_entry(repository, name, FAKE_CONFIG, **fake_options(folder), drain_timeout=timeout, spare_engine=False)
     options: dict[str, Any] = {"model_control_mode": "explicit", "load_models": MODELS, "exit_timeout": 20}
     with killed_at_the_end(TritonServer(repository, admin_key=KEY, **options)) as server:
         yield server
@@ -70,11 +72,11 @@ class Reading:
         except UnavailableError as error:
             self.error = error.message
         self.began.set()
+        self._client.close()  # a server that stops waits for its clients' connections
 
     def wait(self) -> Reading:
         self._thread.join(30)
         assert not self._thread.is_alive()
-        self._client.close()
         return self
 
 
@@ -123,7 +125,7 @@ def test_an_unload_drains(server: TritonServer) -> None:
     stream = Reading(server, "unloaded", "grpc", 2000, 0.05)
     with grpcclient.InferenceServerClient(server.grpc_address) as control:
         control.unload_model("unloaded", headers=KEY_HEADERS)
-    assert "drain_timeout=2 s" in stream.wait().error and stream.text
+    assert "drain_timeout=0.5 s" in stream.wait().error and stream.text
 
 
 def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: TritonServer) -> None:
@@ -139,7 +141,7 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: Tri
     assert [process.net_connections("inet") for process in processes] == [[], []], "a stub holds no port of the server"
     assert max(process.num_fds() for process in processes) < 60, "nor the 130 sockets of its threads"
     new = Reading(server, "reloaded", "grpc", 10, 0.05)  # the new instance notices that it serves
-    assert "drain_timeout=2 s" in stream.wait().error
+    assert "drain_timeout=0.5 s" in stream.wait().error
     assert not new.wait().error
     wait_for(lambda: states(server, "reloaded") == ["serving"])
 
@@ -147,7 +149,7 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: Tri
 def test_the_launcher_drains_before_it_stops_and_leaves_nothing(server: TritonServer) -> None:
     """Runs last, because it stops the server."""
     assert server.process is not None
-    session = server.process.pid
+    session, runtime_dir = server.process.pid, server._runtime_dir
     streams = [Reading(server, "stopped", protocol, 20, 0.05) for protocol in ("grpc", "http")]
     server.stop()
     assert [stream.wait().error for stream in streams] == ["", ""]
@@ -156,3 +158,6 @@ def test_the_launcher_drains_before_it_stops_and_leaves_nothing(server: TritonSe
         assert time.monotonic() < deadline, session_members(session)
         time.sleep(0.05)
     assert not list(Path("/dev/shm").glob(server.shm_prefix + "*"))
+    assert runtime_dir is not None and not runtime_dir.exists()
+    assert "drained" in server.log_text(), "the log stays"
+    server.stop()  # is safe to repeat

@@ -18,7 +18,7 @@ from wire import post, server_sent_events
 from inflight_client import AsyncClient, Client, GenerationResult, RequestCancelledError, RetryPolicy
 from inflight_tools.launcher import TritonServer
 
-LENGTH = 400
+LENGTH = 240
 BASE = {"max_tokens": LENGTH, "ignore_eos": True}
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Return a list of", "temperature": 0, **BASE},

@@ -3,36 +3,38 @@
 from __future__ import annotations
 
 import json
-import queue
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import fake_engine
-import numpy as np
 import pytest
 import tritonclient.grpc as grpcclient
+from fake_clients import (
+    BACKEND_ERROR,
+    ECHO,
+    PROMPT,
+    TOKENIZER,
+    Grpc,
+    events,
+    flags,
+    generate,
+    joined,
+    post,
+    scrape,
+    slow,
+    tensor,
+    text,
+)
 from fake_repository import FAKE_CONFIG, fake_options
-from frontend_rig import demo_tokenizer
-from model_entries import load, loaded, wait_unloaded, write_entry
+from model_entries import loaded, write_entry
 from processes_of import model_processes
-from tritonclient.utils import InferenceServerException
 from wire import wait_for
 
 from inflight_tools.launcher import TritonServer
-
-TOKENIZER = demo_tokenizer()
-PROMPT = "the list of names"
-ECHO = TOKENIZER.decode(fake_engine.echo(TOKENIZER.encode(PROMPT), 16))
-BACKEND_ERROR = 400  # what Triton 24.10's `generate` returns for any error of a backend
-UNLOADS = 100
-NUMPY = {"BYTES": np.object_, "INT32": np.int32, "INT64": np.int64, "FP32": np.float32, "BOOL": np.bool_}
 
 
 @pytest.fixture(scope="module")
@@ -53,98 +55,11 @@ def fake(triton: TritonServer, entry: Path) -> Iterator[TritonServer]:
         yield server
 
 
-# -- clients -----------------------------------------------------------------------------------
-
-
-def tensor(name: str, values: Any, datatype: str) -> grpcclient.InferInput:
-    array = np.array(values, dtype=NUMPY[datatype])
-    found = grpcclient.InferInput(name, list(array.shape), datatype)
-    found.set_data_from_numpy(array)
-    return found
-
-
-def text(value: str | bytes = PROMPT) -> grpcclient.InferInput:
-    return tensor("text_input", [value.encode() if isinstance(value, str) else value], "BYTES")
-
-
-def flags(*names: str) -> list[grpcclient.InferInput]:
-    return [tensor(name, [True], "BOOL") for name in names]
-
-
-class Grpc:
-    """One bidirectional stream; responses by request id."""
-
-    def __init__(self, server: TritonServer, model: str = "fake") -> None:
-        self.client = grpcclient.InferenceServerClient(server.grpc_address)
-        self.model = model
-        self.queues: dict[str, queue.Queue[Any]] = {}
-        self.stray: queue.Queue[Any] = queue.Queue()
-        self.client.start_stream(self._take)
-
-    def _take(self, result: Any, error: Any) -> None:
-        key = result.get_response().id if result is not None else None
-        self.queues.get(key, self.stray).put(result if error is None else error)
-
-    def send(self, *inputs: grpcclient.InferInput, request_id: str = "r", **options: Any) -> None:
-        self.queues.setdefault(request_id, queue.Queue())
-        options.setdefault("enable_empty_final_response", True)
-        self.client.async_stream_infer(self.model, list(inputs), request_id=request_id, **options)
-
-    def take(self, request_id: str = "r") -> list[Any]:
-        """All responses to a request; exactly one, the last with data, has the FINAL flag."""
-        found = []
-        while True:
-            response = self.queues[request_id].get(timeout=30)
-            assert not isinstance(response, Exception)
-            found.append(response)
-            if response.get_response().parameters["triton_final_response"].bool_param:
-                break
-        assert all(response.as_numpy("text_output") is not None for response in found)
-        return found
-
-    def error(self) -> str:
-        return self.stray.get(timeout=30).message()
-
-    def close(self, cancel: bool = False) -> None:
-        self.client.stop_stream(cancel_requests=cancel)
-        self.client.close()
-
-
 @pytest.fixture
 def grpc(fake: TritonServer) -> Iterator[Grpc]:
     grpc = Grpc(fake)
     yield grpc
     grpc.close()  # cancelling a stream after Triton rejected one of its requests keeps the model loaded forever
-
-
-def joined(responses: list[Any]) -> str:
-    return "".join(response.as_numpy("text_output")[0].decode() for response in responses)
-
-
-def post(server: TritonServer, endpoint: str, body: Any, model: str = "fake") -> tuple[int, str]:
-    data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://{server.http_address}/v2/models/{model}/{endpoint}", data=data)
-    try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def generate(server: TritonServer, **body: Any) -> dict[str, Any]:
-    status, answer = post(server, "generate", {"text_input": PROMPT, **body})
-    assert status == 200, answer
-    return json.loads(answer)
-
-
-def events(answer: str) -> list[dict[str, Any]]:
-    return [json.loads(line.removeprefix("data: ")) for line in answer.splitlines() if line.startswith("data: ")]
-
-
-def scrape(server: TritonServer) -> dict[str, float]:
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=10) as response:
-        lines = response.read().decode().splitlines()
-    return {key: float(value) for key, _, value in (x.rpartition(" ") for x in lines if not x.startswith("#"))}
 
 
 # -- responses ---------------------------------------------------------------------------------
@@ -314,10 +229,6 @@ def test_invalid_grpc_requests_are_rejected(
 
 
 # -- early ends ---------------------------------------------------------------------------------
-
-
-def slow(tokens: int = 1500, delay: float = 0.01) -> dict[str, Any]:
-    return {"parameters": {"tenant": f"delay={delay}", "max_tokens": tokens}}
 
 
 def aborts(root: Path) -> int:
@@ -492,7 +403,7 @@ def test_deaths_and_restarts_of_the_engine_are_counted(fake: TritonServer) -> No
     assert counts()[1] == restarts + 3
 
 
-# -- loading and unloading (last: the model is gone) ------------------------------------------
+# -- unloading (last: the model is gone) -------------------------------------------------------
 
 
 def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
@@ -511,68 +422,3 @@ def test_unload_under_load_leaves_no_engine(fake: TritonServer) -> None:
     grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
     wait_for(lambda: not control.is_model_ready("fake"))
     wait_for(lambda: not any(process.is_running() for process in processes))
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)  # a turn takes 3 seconds, and three times as long on a busy machine
-def test_a_hundred_unloads_under_traffic_lose_no_output(triton: TritonServer, tmp_path: Path) -> None:
-    """Kept output tensors are in the shared memory of a model instance, which goes with it."""
-    entry = write_entry(triton.repositories[-1], "often", FAKE_CONFIG, **fake_options(tmp_path, {}))
-    returns = flags("stream", "return_finish_reason", "return_num_input_tokens", "return_token_ids")
-    control = grpcclient.InferenceServerClient(triton.grpc_address)
-    answers = set()
-    for _ in range(UNLOADS):
-        load(triton, entry.name)
-        grpc = Grpc(triton, entry.name)
-        for number in range(8):
-            grpc.send(text(), *returns, request_id=str(number), **slow(tokens=40, delay=0.002))
-        first = [grpc.queues[str(number)].get(timeout=30) for number in range(8)]
-        control.unload_model(entry.name, headers=triton.admin_metadata)
-        for number in range(8):
-            *early, last = [first[number], *grpc.take(str(number))]
-            assert last.as_numpy("finish_reason").tolist() == [b"length"]
-            assert all(one.as_numpy("finish_reason").tolist() == [b"None"] for one in early)
-            assert sum(int(one.as_numpy("token_counts")[0]) for one in [*early, last]) == 40
-            answers.add(joined([*early, last]))
-        grpc.close()  # Triton keeps a model while a gRPC stream that used it is open
-        wait_unloaded(triton, entry.name)
-    control.close()
-    assert len(answers) == 1
-
-
-def test_load_errors_name_their_cause(triton: TritonServer, tmp_path: Path) -> None:
-    control = tmp_path / "control.json"
-    control.write_text('{"start": "fatal"}')
-    options = fake_options(tmp_path, {"FAKE_ENGINE_CONTROL": str(control)})
-    causes = {
-        "misspelt": ({"max_num_seq": 3}, r"unknown key 'max_num_seq'; did you mean 'max_num_seqs'\?"),
-        "fatal": ({}, "told to fatal"),
-    }
-
-    def fails(name: str) -> None:
-        changes, message = causes[name]
-        write_entry(triton.repositories[-1], name, FAKE_CONFIG, **options, **changes)
-        with pytest.raises(InferenceServerException, match=message):
-            load(triton, name)
-
-    with ThreadPoolExecutor() as threads:
-        list(threads.map(fails, causes))
-
-
-def test_with_a_health_check_no_request_waits_for_an_engine(triton: TritonServer, tmp_path: Path) -> None:
-    control = tmp_path / "control.json"
-    health = 'parameters { key: "ENABLE_VLLM_HEALTH_CHECK" value { string_value: "true" } }\n'
-    options = {"config": FAKE_CONFIG + health, **fake_options(tmp_path, {"FAKE_ENGINE_CONTROL": str(control)})}
-
-    def asked(**changes: Any) -> tuple[int, str]:
-        return post(triton, "generate", {"text_input": PROMPT, **changes}, model="checked")
-
-    with loaded(triton, checked=options):
-        assert asked()[0] == 200
-        control.write_text('{"start": "fail"}')
-        asked(tenant="crash=2", max_tokens=9)
-        for _ in range(3):
-            status, answer = asked()
-            assert (status, "Model is unavailable due to unhealthy engine: " in answer) == (BACKEND_ERROR, True)
-        control.unlink()
-        wait_for(lambda: asked()[0] == 200)

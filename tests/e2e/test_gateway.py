@@ -59,11 +59,12 @@ def stats(direct: Client) -> dict[str, Any]:
     return found
 
 
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+async def until(condition: Callable[[], Any], seconds: float = 30.0) -> Any:
     deadline = time.monotonic() + seconds
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+    return value
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -172,17 +173,17 @@ async def test_models_tokens_and_errors(client: AsyncOpenAI, direct: Client) -> 
 async def test_a_client_that_hangs_up_cancels_its_request(
     client: AsyncOpenAI, direct: Client, server: TritonServer, stream: bool
 ) -> None:
+    cancelled = stats(direct)["requests"].get("cancelled", 0)
     engine = engine_process(server, "demo")
-    engine.suspend()  # so that the request cannot end by itself
+    engine.suspend()  # so that the request cannot end by itself; an answer of `stats` then takes its time
     try:
-        cancelled = stats(direct)["requests"].get("cancelled", 0)
         request = asyncio.create_task(client.completions.create(stream=stream, **LONG))
         await until(lambda: stats(direct)["open_requests"] == 1)
         request.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await request
-        await until(lambda: stats(direct)["open_requests"] == 0)
-        assert stats(direct)["requests"]["cancelled"] == cancelled + 1
+        ended = await until(lambda: not (now := stats(direct))["open_requests"] and now)
+        assert ended["requests"]["cancelled"] == cancelled + 1
     finally:
         engine.resume()
 

@@ -14,7 +14,7 @@ import torch
 import typer
 from checkpoints import VOCAB, make_checkpoint
 from encoder_checkpoints import alone, logits_alone, make_encoder, mini_lm_layout, word_pieces
-from model_entries import loaded
+from model_entries import keep_weights, loaded
 from processes_of import engine_process
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
@@ -43,7 +43,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def serving(triton: TritonServer, checkpoint: str) -> Iterator[TritonServer]:
+def serving(triton: TritonServer, keeping: dict[str, str], checkpoint: str) -> Iterator[TritonServer]:
+    keep_weights(keeping["INFLIGHT_CACHE"], model=checkpoint)
     options = {"model": checkpoint, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_queue_size": 50}
     with loaded(triton, pooled=options) as server:
         yield server
@@ -118,10 +119,11 @@ QUERY, DOCUMENTS = "How large is a cat?", ["A cat weighs 4 kg.", "It rains.", "n
 
 
 @pytest.fixture(scope="module")
-def cross(triton: TritonServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def cross(triton: TritonServer, keeping: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The folder of a cross-encoder that the server has as "cross"."""
     path = make_encoder("bert", tmp_path_factory.mktemp("cross"), labels=["match"])
     word_pieces(path)
+    keep_weights(keeping["INFLIGHT_CACHE"], model=path)
     with loaded(triton, cross={"model": path, "max_num_seqs": 8}):
         yield path
 

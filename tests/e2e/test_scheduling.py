@@ -15,10 +15,12 @@ from inflight_tools.cli import app
 from inflight_tools.launcher import TritonServer
 
 SLOTS = 8
+SHORTEST = 150  # tokens of a batch request
 MODEL = "scheduling"
 OPTIONS = {
     "kv_cache_memory": "128MiB",
     "max_num_seqs": SLOTS,
+    "spare_engine": False,
     "step_trace": True,
     "scheduling_policy": "priority",
     "priority_classes": {"7": {"max_queue_size": 1}},
@@ -52,7 +54,7 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
             stream.send(
                 request_id, text_input="Once upon a time", request_priority=2, return_token_ids=True,
                 exclude_input_in_output=True, stream=request_id == batch[-1],
-                sampling_parameters=parameters(300 + 5 * int(request_id.split()[1])),
+                sampling_parameters=parameters(SHORTEST + 5 * int(request_id.split()[1])),
             )  # fmt: skip
         stream.wait_chunks(batch[-1], 20)
         with slowed(engine_process(scheduling, MODEL)):  # so that the frontend keeps up with its steps
@@ -67,7 +69,7 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
     assert all(answer.error is None for answer in answers.values())
     longest = answers[batch[-1]].token_ids
     for number, request_id in enumerate(batch):  # equal prompts have equal outputs, preempted or not
-        assert answers[request_id].token_ids == longest[: 300 + 5 * number]
+        assert answers[request_id].token_ids == longest[: SHORTEST + 5 * number]
     raw = tmp_path / "trace.json"
     result = CliRunner().invoke(app, ["trace", "--url", scheduling.http_address, "--model", MODEL, "-o", str(raw)])
     assert result.exit_code == 0, result.output

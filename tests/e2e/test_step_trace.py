@@ -26,7 +26,7 @@ BUDGET = 32  # tokens of a step
 @pytest.fixture(scope="module")
 def traced(server: TritonServer) -> Iterator[TritonServer]:
     """A server with the model `traced` beside `demo`, which has no step trace."""
-    with loaded(server, traced={"step_trace": True, "max_num_batched_tokens": BUDGET}):
+    with loaded(server, traced={"step_trace": True, "max_num_batched_tokens": BUDGET, "spare_engine": False}):
         yield server
 
 

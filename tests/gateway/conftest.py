@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from scripted_client import ScriptedClient
 
 from inflight_gateway.app import build_app
@@ -44,7 +44,8 @@ class RunningGateway:
 
     @functools.cached_property
     def openai(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0)
+        http = DefaultAsyncHttpxClient(verify=False)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="key", max_retries=0, http_client=http)
 
     async def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return await self.http.post(path, json=body, **options)

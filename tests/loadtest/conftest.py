@@ -33,7 +33,7 @@ def _phase(model: str, streaming: bool, rate: float | None = None) -> Phase:
     return Phase(model, rows, expected=20, begun=100.0, samples=samples, label="canned")
 
 
-@pytest.fixture
+@pytest.fixture(scope="package")
 def canned() -> dict[str, Any]:
     """`report.json` of a run whose numbers can be worked out by hand."""
     plan = Plan(LoadOptions(), rounds=2, sweep=(0.5, 1.0, 2.0), slo=SLO(1.0, 0.15))

@@ -18,7 +18,6 @@ from loadtest.__main__ import app
 from loadtest.analysis import Phase, cdf, is_good, knee, percentiles, read_phase
 from loadtest.charts import Series, chart
 from loadtest.monitor import gauges
-from loadtest.report import render
 
 
 class _Page(HTMLParser):
@@ -35,8 +34,17 @@ class _Page(HTMLParser):
         self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href", "data")]
 
 
-def test_page_is_self_contained(canned: dict[str, Any]) -> None:
-    text = render(canned)
+@pytest.fixture(scope="module")
+def written(canned: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The page that the command writes beside the numbers; it takes seconds to draw."""
+    path = tmp_path_factory.mktemp("run") / "report.json"
+    path.write_text(json.dumps(canned), encoding="utf-8")
+    assert CliRunner().invoke(app, ["render", str(path)]).exit_code == 0
+    return path.with_name("report.html").read_text(encoding="utf-8")
+
+
+def test_page_is_self_contained(written: str) -> None:
+    text = written
     page = _Page(text)
     assert all(name.startswith("#") for name in page.fetched)
     assert not {"script", "link", "img", "iframe", "object"} & set(page.tags)
@@ -128,10 +136,7 @@ def test_a_chart_shows_its_series_and_no_markup_of_theirs() -> None:
     assert "<script" not in chart("<script>", [Series("<script>", [(1.0, 1.0)], "first")], "<script>", "y")
 
 
-def test_render_writes_the_page_again(canned: dict[str, Any], tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_text(json.dumps(canned), encoding="utf-8")
-    assert CliRunner().invoke(app, ["render", str(path)]).exit_code == 0
-    assert "Inflight is better by" in (tmp_path / "report.html").read_text(encoding="utf-8")
+def test_render_writes_the_page_again(written: str, tmp_path: Path) -> None:
+    assert "Inflight is better by" in written
     missing = CliRunner().invoke(app, ["render", str(tmp_path / "none.json")])
     assert missing.exit_code == 2

@@ -12,6 +12,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from kubernetes_validate import utils as _kubernetes
 
 helm_python = pytest.importorskip("helm_python", reason="helm-python-sdk has no wheel for this machine")
 
@@ -72,11 +73,25 @@ def manifests(case: str) -> list[Manifest]:
     return copy.deepcopy(_rendered(case))
 
 
+# Files that are read anew for each manifest otherwise: half of the time.
+_kubernetes.schema_contents = functools.cache(_kubernetes.schema_contents)
+_kubernetes.all_versions = functools.cache(_kubernetes.all_versions)
+
+
+@functools.cache
+def _resource(name: str) -> Any:
+    """The validator of a custom resource's `spec`; raises `jsonschema.SchemaError`."""
+    schema = {"definitions": _CRDS["definitions"], **_CRDS[name]}
+    kind = jsonschema.validators.validator_for(schema)
+    kind.check_schema(schema)
+    return kind(schema)
+
+
 def validate(manifest: dict[str, Any], version: str = "1.37") -> None:
     """Check a manifest as strictly as `kubectl apply --validate=strict`."""
     name = f"{manifest['apiVersion']}/{manifest['kind']}"
     if name in _CRDS:
-        jsonschema.validate(manifest["spec"], {"definitions": _CRDS["definitions"], **_CRDS[name]})
+        _resource(name).validate(manifest["spec"])
         assert set(manifest) == {"apiVersion", "kind", "metadata", "spec"}
         manifest = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": manifest["metadata"]}  # for its metadata
     kubernetes_validate.validate(manifest, version, strict=True)

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tritonclient.grpc as grpcclient
 from processes_of import stubs
 from tritonclient.utils import InferenceServerException
@@ -42,13 +43,27 @@ def write_entry(repository: Path, name: str, config: str = CONFIG, **options: An
     return version.parent
 
 
-def copy_entry(repository: Path, name: str) -> Path:
-    """An entry of `model_repository` with its checkpoint on one core."""
+def copy_entry(repository: Path, name: str, **changes: Any) -> Path:
+    """An entry of `model_repository` with its checkpoint on one core, and other options changed."""
     options = json.loads((MODELS / name / "1" / "model.json").read_text())
-    options |= {"model": str(CHECKPOINT), "cpu_threads": 1}
+    options |= {"model": str(CHECKPOINT), "cpu_threads": 1, **changes}
     entry = write_entry(repository, name, (MODELS / name / "config.pbtxt").read_text())
     (entry / "1" / "model.json").write_text(json.dumps(options))
     return entry
+
+
+def keep_weights(cache: str, **options: Any) -> None:
+    """Pack a checkpoint's weights here, with the options of `SMALL` and these: engines that find them start sooner.
+
+    They import no transformers, which takes a core for seconds; this process has it in any case.
+    """
+    from inflight.config import EngineConfig
+    from inflight.loading.startup import load_or_reuse, wait_until_kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INFLIGHT_CACHE", cache)
+        load_or_reuse(EngineConfig.from_dict({**SMALL, **options}))
+        wait_until_kept()
 
 
 @contextmanager

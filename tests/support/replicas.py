@@ -56,7 +56,7 @@ class Process:
 
 def answers(url: str) -> bool:
     with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(url, timeout=5).status_code == 200
+        return httpx.get(url, timeout=5, verify=False).status_code == 200  # certificates take long to load
     return False
 
 
@@ -85,7 +85,7 @@ class Fleet:
         self._ends = contextlib.ExitStack()
         self._env = env
         self._repository = Path(self._ends.enter_context(tempfile.TemporaryDirectory()))
-        copy_entry(self._repository, "demo")
+        copy_entry(self._repository, "demo", spare_engine=False)
         given = [] if first is None else [first]
         self.servers = [*given, *(self._server({}) for _ in range(count - len(given)))]
         self._first_own = len(given)
@@ -277,7 +277,7 @@ def _response(event: dict[str, Any]) -> Any:
 
 def metric(url: str, pattern: str) -> float:
     """Sum of a gateway's metrics whose line matches."""
-    text = httpx.get(f"{url}/metrics").text
+    text = httpx.get(f"{url}/metrics", verify=False).text
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(pattern, line))
 
 

@@ -298,11 +298,9 @@ def _foreground(tmp_path: Path, model: str, with_gateway: bool = False) -> subpr
     return _run(FOREGROUND, *arguments, TMPDIR=str(tmp_path / "temporary"))
 
 
+@pytest.mark.nightly  # tests/e2e/test_stopping.py and test_demo.py stop one under load, and with a gateway
 @needs_server
-@pytest.mark.parametrize(
-    "number",
-    [signal.SIGTERM, *(pytest.param(other, marks=pytest.mark.nightly) for other in (signal.SIGINT, signal.SIGHUP))],
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_stop_signal_ends_everything_with_status_0(tmp_path: Path, number: signal.Signals) -> None:
     with _foreground(tmp_path, "idle") as process:
         assert process.stdout is not None and process.stderr is not None

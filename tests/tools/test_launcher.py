@@ -18,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from model_entries import killed_at_the_end
-from nightly import nightly_but
 
 from inflight_tools import installation, launcher
 from inflight_tools.installation import (
@@ -240,8 +238,9 @@ def test_the_stubs_interpreter_imports_what_this_one_does(tmp_path: Path, monkey
     assert ran.stdout.split() == [str(tmp_path / "python"), np.__file__], ran.stderr
 
 
+@pytest.mark.nightly  # tests/e2e/test_draining.py has a stop under load
 @needs_server
-@pytest.mark.parametrize("forgotten", nightly_but([False], [False, True]))
+@pytest.mark.parametrize("forgotten", [False, True])
 def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_path: Path, forgotten: bool) -> None:
     """A child that the stub has forgotten is killed after some seconds."""
     if not forgotten:
@@ -269,6 +268,7 @@ def test_start_serve_stop_leaves_nothing(repository: Path, backend: Path, tmp_pa
     server.stop()
 
 
+@pytest.mark.nightly  # test_cli.py has it with `inflight serve`
 @needs_server
 def test_a_model_that_fails_gives_its_reason_and_leaves_nothing(repository: Path, backend: Path) -> None:
     (repository / "echo").rename(repository / "broken")
@@ -317,23 +317,6 @@ def test_a_server_is_ready_when_its_metrics_are_too(tmp_path: Path) -> None:
             process.wait()
 
 
-@needs_server
-def test_explicit_mode_loads_only_the_named_models(repository: Path, backend: Path) -> None:
-    (backend / "model.py").write_text(WITHOUT_CHILD)
-    (repository / "other" / "1").mkdir(parents=True)
-    (repository / "other" / "config.pbtxt").write_text('backend: "inflight"')
-    explicit = TritonServer(
-        repository, backend_dir=backend, model_control_mode="explicit", load_models=["other"], metrics_port=None
-    )
-    with killed_at_the_end(explicit) as server:
-        with urllib.request.urlopen(f"http://{server.http_address}/v2/models/other/ready") as response:
-            assert response.status == 200
-        with pytest.raises(urllib.error.HTTPError):
-            urllib.request.urlopen(f"http://{server.http_address}/v2/models/echo/ready")
-        with pytest.raises(LauncherError, match="metrics service has no address"):
-            _ = server.metrics_address
-
-
 def test_a_stop_waits_as_long_as_the_longest_drain(tmp_path: Path) -> None:
     for number, (said, seconds) in enumerate(
         [
@@ -361,6 +344,7 @@ with server:
 """
 
 
+@pytest.mark.nightly  # tests/e2e/test_stopping.py has it with streams
 @needs_server
 def test_the_server_ends_when_its_parent_is_killed_and_leaves_nothing(
     repository: Path, backend: Path, tmp_path: Path

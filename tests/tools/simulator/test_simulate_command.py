@@ -70,7 +70,7 @@ def test_a_sweep_writes_the_setting_with_the_highest_goodput(profile, tmp_path):
 
 def test_a_sweep_of_an_open_loop_finds_the_rate(profile, tmp_path):
     result = simulate(
-        profile, "--scenario", "uniform", "--requests", 60, "--arrivals", "poisson", "--sweep", "max_num_seqs=2,16",
+        profile, "--scenario", "uniform", "--requests", 30, "--arrivals", "poisson", "--sweep", "max_num_seqs=2,16",
         "--report", tmp_path / "r.json",
     )  # fmt: skip
     assert result.exit_code == 0, result.output

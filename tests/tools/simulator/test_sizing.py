@@ -20,7 +20,7 @@ from inflight_tools.workload.load import Load
 from inflight_tools.workload.slo import SLO
 
 STRICT = SLO(ttft=0.5, tpot=0.05, attainment=0.9)
-LOAD = Load("uniform", requests=60, arrivals="poisson", rate=30.0)
+LOAD = Load("uniform", requests=40, arrivals="poisson", rate=30.0)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def command(tmp_path):
 def test_the_values_file_has_the_keys_of_the_chart(command, tmp_path):
     values, report = tmp_path / "deep" / "values.yaml", tmp_path / "r.json"
     result = command(
-        "--scenario", "uniform", "--requests", 60, "--arrivals", "poisson", "--rate", 20, "--slo-ttft", 0.5,
+        "--scenario", "uniform", "--requests", 30, "--arrivals", "poisson", "--rate", 20, "--slo-ttft", 0.5,
         "--slo-tpot", 0.05, "--find-replicas", "--survive", 1, "--values", values, "--report", report,
     )  # fmt: skip
     assert result.exit_code == 0, result.output
