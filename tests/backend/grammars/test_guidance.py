@@ -463,6 +463,33 @@ def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
             assert sequence.error
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_drafts_that_the_tokenizer_does_not_have_are_refused_like_others(in_background: bool) -> None:
+    """The library would end the sequence: it does not know them."""
+    size = VOCAB + 200
+    grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
+
+    def masks(*jobs: MaskJob) -> np.ndarray:
+        bitmask = np.empty((6, mask_words(size)), dtype=np.int32)
+        grammars.fill(jobs, bitmask, in_background)
+        return np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :size]
+
+    for unknown in (VOCAB, VOCAB + 1, size - 1):
+        sequence, free = grammars.new(DIGITS), grammars.new(GrammarSpec("regex", "(?s:.*)"))
+        bits = masks(MaskJob(sequence, 0, [unknown, 5]), MaskJob(free, 3, [unknown]))
+        assert bits[[0, 3]].any(axis=1).all() and not bits[[0, 3], VOCAB:].any(), "masks"
+        assert bits[[1, 2, 4, 5]].all(), "what is behind a refused draft, and a row without a job, allow all"
+        good = int(np.flatnonzero(bits[0])[-1])
+        assert not allows(sequence, [], [unknown]) and sequence.num_allowed([good, unknown]) == 1
+        assert sequence.settle([good], [good, unknown], [True, True]) == 1
+        again = masks(MaskJob(sequence, 1, [good, unknown], [good]))
+        assert (again[1] == masks(MaskJob(sequence, 0, [good]))[1]).all()
+        sequence.advance([good])
+        assert not sequence.error and not free.error
+        sequence.advance([unknown])
+        assert sequence.error == f"the grammar cannot go on: it does not allow token {unknown}"
+
+
 def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
     assert "out of range" in outcome(grammars, DIGITS)
@@ -475,14 +502,15 @@ def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
 
 
 def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of tokens that the library has copied; and tokens without a text are in none of its dozen tries."""
+    """Bytes of tokens that the library has copied; and its tries have no place for tokens behind the tokenizer's."""
     read = []
     monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
     assert outcome(grammars, DIGITS) == ""
     assert not read[0].tokens
     tokenizer, names = grammars._begin_to_load().result()
-    assert tokenizer.decode_bytes([VOCAB + 3]) == b"<[%d]>" % (VOCAB + 3), "it has bytes"
+    assert tokenizer.vocab_size == VOCAB + 1
+    assert tokenizer.decode_bytes([VOCAB]) == b"<[%d]>" % VOCAB, "it has bytes"
     assert names == read[0].names
 
 
