@@ -315,10 +315,7 @@ class AdapterTable:
 
         They grow in number, since the requests of the first ones may be the longest.
         """
-        if not self._waiting:
-            return []
-        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _NOT_NEXT}
-        longest = max((now - first for first, _ in self._waiting.values()), default=0.0)
+        longest = max((now - first for first, last in self._waiting.values() if now - last < _NOT_NEXT), default=0.0)
         if longest < _PATIENCE:
             return []
         held = sorted((entry for entry in self._entries.values() if entry.num_held), key=lambda entry: entry.admitted)

@@ -61,7 +61,7 @@ class LoadTurns(EngineListener):
         self._waiting: dict[Request, int] = {}
         self._step = 0
         self._next: Request | None = None  # of `_waiting`
-        self._ahead: dict[str, None] = {}  # accounts that have loaded one ahead
+        self._ahead: dict[str, None] = {}  # accounts that have loaded one since a request of theirs has started
         # Id of an adapter in memory -> account; None: no request has caused its load, so the operator has.
         self._payers: dict[str, str | None] = {}
         self._tokens = self._seconds = 0.0  # of the last steps
@@ -97,10 +97,9 @@ class LoadTurns(EngineListener):
         """Its load has begun."""
         self.forget(request)
         account, tokens = self._shares.account(request), self._load_seconds * self.tokens_per_second
-        if not self._shares.is_next(request):
-            self._ahead[account] = None
-            if len(self._ahead) > _MAX_AHEAD:
-                del self._ahead[next(iter(self._ahead))]
+        self._ahead[account] = None
+        if len(self._ahead) > _MAX_AHEAD:
+            del self._ahead[next(iter(self._ahead))]
         self._shares.charge(request, tokens)
         self._payers[adapter_id] = account
         self._loading.append(_Load(request, tokens, loaded))
