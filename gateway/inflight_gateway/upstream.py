@@ -103,7 +103,7 @@ def adapter_ids(models: Sequence[ServedModel]) -> Iterator[tuple[ServedModel, st
     """The models, each followed by its adapters: model, name of the adapter, id by which it is asked for.
 
     An adapter is asked for by its name; by MODEL/NAME if that name is a model's, or an adapter's of several models.
-    There can be 10,000, so nothing is made of those that the caller does not take.
+    There can be 10,000, so each is made only when the caller takes it.
     """
     for model in models:
         yield model, None, model.id
