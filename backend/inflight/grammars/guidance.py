@@ -127,17 +127,18 @@ class GuidanceGrammars:
         self._walks.pop(sequence, None)
 
     def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
-        bitmask.fill(-1)
         live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
-        if live:
-            num_words = mask_words(self._num_known)
-            known = bitmask if num_words == bitmask.shape[1] else bitmask[:, :num_words].copy()
-            rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, known)
-            if rest:
-                self._fill_by_threads(rest, known)
-            if known is not bitmask:
-                bitmask[:, :num_words] = known
-                bitmask[(known != -1).any(axis=1), num_words:] = 0  # no mask has the last token that is known
+        num_words = mask_words(self._num_known)
+        is_narrow = num_words < bitmask.shape[1]
+        known = np.empty((len(bitmask), num_words), dtype=np.int32) if is_narrow else bitmask
+        known.fill(-1)
+        rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, known)
+        if rest:
+            self._fill_by_threads(rest, known)
+        if is_narrow:
+            bitmask[:, :num_words] = known
+            # No mask has the last token that is known, so that its word tells the rows that allow all.
+            bitmask[:, num_words:] = -(known[:, -1:] == -1).astype(np.int32)
         for job in live:
             assert isinstance(job.grammar, GuidedSequence)
             job.grammar.check()
