@@ -44,6 +44,7 @@ _MAX_ENCODED = 4096  # texts whose tokens are remembered
 # text.  Each token of it has what is left encoded, and a literal can have 100,000 characters.
 _MAX_ENCODED_LENGTH = 256
 _UNCERTAIN = 8
+_NARROW = 0.9  # of the tokens: masks of fewer are made apart, and copied
 
 
 @dataclass
@@ -239,15 +240,17 @@ class GuidanceGrammars:
 class _Wrapped:
     """The tokenizer that llguidance requires, for the first of V tokens.
 
-    The library has half a dozen tries, each with 60 bytes for every token that it was told of.  So it is told of none
-    behind those of `tokenizers`, but of the next one, if there is one: it has no bytes, is in no trie, and never
-    allowed, and stands for those behind it.  So do others that `tokenizers` does not know.
+    The library has half a dozen tries, each with 60 bytes for every token that it was told of.  If V is much larger
+    than the vocabulary of `tokenizers`, it is told of none behind that, but of the next one, which stands for them.
+    Tokens unknown to `tokenizers` have no bytes: they are in no trie, and never allowed.
     """
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
         num_known = max(len(vocabulary.tokens), *(token + 1 for token in eos_token_ids)) + 1
+        if num_known > _NARROW * vocab_size:
+            num_known = vocab_size
         self.tokens = [*vocabulary.tokens, *[b""] * (num_known - len(vocabulary.tokens))][:vocab_size]
         for token in {*eos_token_ids} & set(range(vocab_size)):
             self.tokens[token] = self.tokens[token] or b"<eos %d>" % token

@@ -449,7 +449,7 @@ def test_a_vocabulary_whose_reading_fails_refuses_its_requests(error: type[BaseE
 
 
 def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
-    for size in (VOCAB - 7, VOCAB + 70):
+    for size in (VOCAB - 7, VOCAB + 70, VOCAB + 400):
         grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
         assert outcome(grammars, DIGITS) == ""
         bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
@@ -466,7 +466,7 @@ def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("in_background", [True, False])
 def test_drafts_that_the_tokenizer_does_not_have_are_refused_like_others(in_background: bool) -> None:
     """The library would end the sequence: it does not know them."""
-    size = VOCAB + 200
+    size = VOCAB + 400
     grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
 
     def masks(*jobs: MaskJob) -> np.ndarray:
@@ -493,19 +493,20 @@ def test_drafts_that_the_tokenizer_does_not_have_are_refused_like_others(in_back
 def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
     assert "out of range" in outcome(grammars, DIGITS)
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3])
-    assert outcome(grammars, DIGITS) == ""
-    bitmask = np.empty((1, mask_words(VOCAB + 70)), dtype=np.int32)
-    grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
-    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
-    assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : VOCAB + 70].any()
+    for size in (VOCAB + 70, VOCAB + 400):
+        grammars = GuidanceGrammars(DEMO.read_text, size, [VOCAB + 3])
+        assert outcome(grammars, DIGITS) == ""
+        bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
+        grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
+        assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : size].any()
 
 
 def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes of tokens that the library has copied; and its tries have no place for tokens behind the tokenizer's."""
     read = []
     monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 400, [EOS])
     assert outcome(grammars, DIGITS) == ""
     assert not read[0].tokens
     tokenizer, names = grammars._begin_to_load().result()
@@ -516,6 +517,8 @@ def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPa
 
 def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once."""
+    for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+        timer.join()  # of a test before this one
     trims: list[threading.Thread] = []
     may_trim, trimmed = threading.Event(), threading.Event()
 
