@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -107,11 +108,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return APIError(400, message, param=param, code=code)
 
 
-def model_not_found(model: str, known: list[str]) -> APIError:
-    """404; the message lists the available models."""
-    listed = ", ".join(known[:_MAX_LISTED]) or "none"
-    if len(known) > _MAX_LISTED:
-        listed += f" and {len(known) - _MAX_LISTED} more"
+def model_not_found(model: str, known: Iterable[str], count: int) -> APIError:
+    """404; the message lists the first of `count` available models."""
+    listed = ", ".join(islice(known, _MAX_LISTED)) or "none"
+    if count > _MAX_LISTED:
+        listed += f" and {count - _MAX_LISTED} more"
     message = f"The model {model!r} does not exist; models here: {listed}"
     return APIError(404, message, param="model", code="model_not_found")
 

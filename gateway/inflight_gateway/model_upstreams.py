@@ -125,5 +125,5 @@ class ModelUpstreams:
         """The Tritons that have, or could have, a model; raises the error for one that none has."""
         found = self._named.get(name) or self._others
         if found is None:
-            raise model_not_found(name, list(self._named))
+            raise model_not_found(name, self._named, len(self._named))
         return found

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.sse import encode_json
-from inflight_gateway.upstream import ServedModel, with_adapters
+from inflight_gateway.upstream import ServedModel, adapter_ids
 
 __all__ = ["list_models", "retrieve_model"]
 
@@ -30,27 +30,27 @@ _PERMISSION = {
 
 async def list_models(http: Request) -> Response:
     """The models that take text and are ready, each followed by its adapters."""
-    models = with_adapters(await gateway_of(http).upstream.models())
-    body = {"object": "list", "data": [_card(model) for model in models]}
+    models = await gateway_of(http).upstream.models()
+    body = {"object": "list", "data": [_card(*one) for one in adapter_ids(models)]}
     return Response(encode_json(body), media_type="application/json")
 
 
 async def retrieve_model(http: Request) -> Response:
     """One of them."""
     model = await gateway_of(http).upstream.find(http.path_params["model"])
-    return Response(encode_json(_card(model)), media_type="application/json")
+    return Response(encode_json(_card(model, model.adapter, model.id)), media_type="application/json")
 
 
-def _card(model: ServedModel) -> dict[str, Any]:
+def _card(model: ServedModel, adapter: str | None, id: str) -> dict[str, Any]:
     """The model in vLLM's form.  `root` is the name, too: the operator's paths are not for callers."""
     card: dict[str, Any] = {
-        "id": model.id,
+        "id": id,
         "object": "model",
         "created": model.since,
         "owned_by": "inflight",
-        "root": model.adapter or model.name,
-        "parent": None if model.adapter is None else model.name,
-        "permission": [{"id": f"modelperm-{model.id}", "created": model.since, **_PERMISSION}],
+        "root": adapter or model.name,
+        "parent": None if adapter is None else model.name,
+        "permission": [{"id": f"modelperm-{id}", "created": model.since, **_PERMISSION}],
     }
     if "max_model_len" in model.info:
         card["max_model_len"] = model.info["max_model_len"]

@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,7 +26,7 @@ from inflight_gateway.errors import APIError, api_error, invalid, model_not_foun
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
 
-__all__ = ["AnyStream", "AnyUpstream", "ServedModel", "Upstream", "only_model", "text_inputs", "with_adapters"]
+__all__ = ["AnyStream", "AnyUpstream", "ServedModel", "Upstream", "adapter_ids", "only_model", "text_inputs"]
 
 _LIST_SECONDS = 2.0  # for which the list of models is cached
 _FIRST_DELAY, _MAX_DELAY = 0.1, 2.0  # seconds between attempts to reach a server
@@ -100,17 +99,17 @@ def only_model(models: list[ServedModel]) -> ServedModel:
     return models[0]
 
 
-def with_adapters(models: Sequence[ServedModel]) -> list[ServedModel]:
-    """The models, each followed by itself with each of its adapters.
+def adapter_ids(models: Sequence[ServedModel]) -> Iterator[tuple[ServedModel, str | None, str]]:
+    """The models, each followed by its adapters: model, name of the adapter, id by which it is asked for.
 
     An adapter is asked for by its name; by MODEL/NAME if that name is a model's, or an adapter's of several models.
+    There can be 10,000, so each is made only when the caller takes it.
     """
-    taken = Counter(name for model in models for name in {model.name, *model.adapters})
-    found = []
     for model in models:
-        ids = {name: name if taken[name] == 1 else f"{model.name}/{name}" for name in model.adapters}
-        found += [model, *(model.with_adapter(name, id) for name, id in ids.items())]
-    return found
+        yield model, None, model.id
+        for name in model.adapters:
+            num_takers = sum(name == one.name or name in one.adapters for one in models)
+            yield model, name, name if num_takers == 1 else f"{model.name}/{name}"
 
 
 class AnyStream(Protocol):
@@ -208,7 +207,9 @@ class Upstream:
                 model = None  # a model's name comes before an adapter's
         model = model or await self._look_up(name) or await self.adapter(name)
         if model is None:
-            raise model_not_found(name, [one.id for one in with_adapters(await self.models())])
+            models = await self.models()
+            count = sum(1 + len(one.adapters) for one in models)
+            raise model_not_found(name, (id for _, _, id in adapter_ids(models)), count)
         return model
 
     async def adapter(self, name: str) -> ServedModel | None:

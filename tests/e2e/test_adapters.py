@@ -10,12 +10,15 @@ import os
 import queue
 import shutil
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from adapter_folders import write_adapter
@@ -25,7 +28,9 @@ from frontend_rig import demo_tokenizer
 from guarded_entry import KEY
 from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
 from openai import NotFoundError, OpenAI
-from processes_of import engine_process, model_processes, run_in_turns, slowed
+from processes_of import engine_process, engine_processes, model_processes, run_in_turns, slowed, stubs
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, gauges, post, wait_for
 
@@ -44,6 +49,7 @@ GREEDY = {"temperature": "0", "top_p": "1"}
 TWO = CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n"
 LONG = 160  # tokens of streams that are open while adapters are loaded
 NAMES = ("doll", "sheep", "other", "again", "volatile")
+LARGE = 15 << 20  # bytes of a header that an engine reads for many milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -397,6 +403,82 @@ def test_streams_of_all_adapters_survive_the_engine(
     assert gauges(dressed.metrics_address, "dressed")["inflight_requests_replayed_total"] == len(sent)
 
 
+def next_engine(server: TritonServer, old: psutil.Process) -> psutil.Process | None:
+    return next((one for one in engine_processes(server, "dressed") if one != old), None)
+
+
+def stops_in_load(engine: psutil.Process, is_late: Callable[[], bool] = lambda: False) -> bool:
+    """Let it run for moments until it has opened an adapter with a large header, and leave it stopped, even if late."""
+
+    def loads() -> bool:
+        sizes = []
+        for file in Path(f"/proc/{engine.pid}/fd").iterdir():
+            with suppress(OSError):  # closed before it was stopped
+                if os.readlink(file).endswith("adapter_model.safetensors"):
+                    sizes.append(file.stat().st_size)
+        return any(size > LARGE for size in sizes)
+
+    run_in_turns(engine, lambda seconds: loads() or is_late(), seconds=0.005)
+    return loads()
+
+
+@pytest.mark.nightly
+def test_engines_are_killed_while_they_load_adapters(
+    dressed: TritonServer, client: Client, root: Path, expected: dict[str | None, list[int]]
+) -> None:
+    """A control request fails alone, and is tried again; a load that replayed requests wait for begins anew."""
+    folder = root / "loras" / "large"
+    shutil.copytree(root / "originals" / "other", folder)
+    with safe_open(folder / "adapter_model.safetensors", "np") as file:
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"note": "x" * LARGE})
+    before = ids(client)
+    wanted: dict[str, str | None] = {}
+    with GrpcStream(dressed.grpc_address, "dressed") as stream, ThreadPoolExecutor() as threads:
+
+        def begin(engine: psutil.Process, *names: str | None) -> None:
+            """Streams that have begun; the engine is stopped."""
+            engine.suspend()
+            begun = [f"s{len(wanted) + k}" for k in range(len(names))]
+            for key, name in zip(begun, names):
+                wanted[key] = "other" if name == "large" else name
+                chosen: dict[str, Any] = {"lora_name": name} if name else {}
+                stream.send(key, text_input=PROMPT, **chosen, **options(LONG))
+            run_in_turns(engine, lambda seconds: all(stream.has_chunks(key, 1, seconds) for key in begun))
+
+        def have_ended() -> bool:
+            return all(stream.answers[key].finals for key in wanted)
+
+        engine = engine_process(dressed, "dressed")
+        begin(engine, "doll", None, "sheep")
+        answer = threads.submit(control, client, "load_adapter", lora_name="large", lora_path=str(folder))
+        assert stops_in_load(engine)
+        engine.kill()
+        with pytest.raises(InflightError) as caught:
+            answer.result(60)
+        assert caught.value.code == "UNAVAILABLE" and "\n" not in caught.value.message
+        assert ids(client) == before
+        stream.wait(*wanted)
+        control(client, "load_adapter", lora_name="large", lora_path=str(folder))
+        for _ in range(3):  # on a busy machine the next engine can have loaded it before it is looked at
+            engine = engine_process(dressed, "dressed")
+            begin(engine, "large", "doll", None, "large")
+            engine.kill()
+            engine = wait_for(lambda: next_engine(dressed, engine))  # noqa: B023
+            if stops_in_load(engine, have_ended):
+                break
+            engine.resume()
+        assert not have_ended(), "no engine was stopped in time"
+        engine.kill()
+        stream.wait(*wanted)
+        for key, name in wanted.items():
+            assert stream.answers[key].error is None
+            assert stream.answers[key].finals == 1 and stream.answers[key].token_ids == expected[name]
+    control(client, "unload_adapter", lora_name="large")
+    left = ("requests_running", "requests_waiting", "kv_blocks_used", "adapter_requests")
+    wait_for(lambda: not any(gauges(dressed.metrics_address, "dressed")[f"inflight_{name}"] for name in left))
+
+
 def test_metrics_of_adapters(dressed: TritonServer) -> None:
     def shown() -> list[str]:
         with urllib.request.urlopen(f"http://{dressed.metrics_address}/metrics") as response:
@@ -421,3 +503,35 @@ def test_metrics_of_adapters(dressed: TritonServer) -> None:
         stream.wait(*names)
     wait_for(lambda: requests() == 0)
     assert any("inflight_adapter_loads_total" in line and 'outcome="loaded"' in line for line in shown())
+
+
+@pytest.mark.nightly
+def test_errors_lists_and_metrics_of_ten_thousand_names(
+    guarded: TritonServer, root: Path, expected: dict[str | None, list[int]]
+) -> None:
+    """All of one content, which is copied and loaded once.  Names that do not exist leave nothing behind."""
+    entry = write_entry(guarded.repositories[-1], "crowd", enable_lora=True)
+    names = [f"tenant-{number:05d}" for number in range(1, 10_001)]
+    folder = str(root / "originals" / "doll")
+    (entry / "1" / "multi_lora.json").write_text(json.dumps(dict.fromkeys(names, folder)))
+
+    def shown() -> int:
+        with urllib.request.urlopen(f"http://{guarded.metrics_address}/metrics") as response:
+            return sum('model="crowd"' in line for line in response.read().decode().splitlines())
+
+    with loaded(guarded, "crowd") as server, Client(server.grpc_address, model="crowd") as client:
+        assert list(ids(client)) == names and len({*ids(client).values()}) == 1
+        assert tokens(client, adapter=names[-1]) == expected["doll"][:16]
+        before, stub = shown(), psutil.Process(stubs(server, "crowd")[0])
+        memory = stub.memory_info().rss
+        for number in range(2000):
+            with pytest.raises(InflightError) as caught:
+                client.generate(PROMPT, adapter=f"unknown-{number}")
+            assert caught.value.message.endswith(" and 9900 more") and len(caught.value.message) < 3000
+        assert shown() - before < 10, "counters of errors"
+        assert stub.memory_info().rss - memory < 16 << 20
+        for name in names[::50]:
+            assert tokens(client, adapter=name) == expected["doll"][:16]
+        assert shown() - before < 2 * 200 + 200, "two for each name that was open, and sets of them"
+        wait_for(lambda: gauges(server.metrics_address, "crowd")["inflight_adapter_requests"] == 0)
+        assert len(ids(client)) == len(names)

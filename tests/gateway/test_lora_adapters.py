@@ -81,6 +81,21 @@ async def test_an_unknown_adapter_is_an_unknown_model(start: Callable[..., Any])
     assert error["code"] == "model_not_found" and "models here: demo, doll, sheep" in error["message"]
 
 
+async def test_an_unknown_model_makes_nothing_of_ten_thousand_adapters(
+    start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All other streams of the gateway would wait meanwhile."""
+    gateway = await start(scripted(adapters={f"tenant-{number}": "a" * 32 for number in range(10_000)}))
+    taken, real = [], upstream_module.adapter_ids
+    monkeypatch.setattr(
+        upstream_module, "adapter_ids", lambda models: (taken.append(one) or one for one in real(models))
+    )
+    response = await gateway.post("/v1/completions", {"model": "bactrian", "prompt": "a"})
+    message = response.json()["error"]["message"]
+    assert response.status_code == 404 and message.endswith("tenant-98 and 9901 more") and len(taken) == 100
+    assert len((await gateway.http.get("/v1/models")).json()["data"]) == 10_001
+
+
 async def test_one_that_was_just_unloaded_elsewhere_is_unknown_too(start: Callable[..., Any]) -> None:
     client = scripted()
     said = "LoRA doll is not supported, we currently support ['sheep']"

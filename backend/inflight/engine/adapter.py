@@ -34,7 +34,7 @@ class Outcome(NamedTuple):
     failure: str = ""
 
 
-Leaving = Callable[[Sequence[str], Any], Sequence[str]]
+Leaving = Callable[[Sequence[str], Any, bool], Sequence[str]]
 
 
 class Adapters(Protocol):
@@ -46,7 +46,7 @@ class Adapters(Protocol):
         Args:
             goes_before: whether a request is admitted before another one.
             leaving: of ids in the order of their last use, the ones that may leave to make room for a request's
-                adapter, in the order in which they leave; for None all.
+                adapter, in the order in which they leave; for None all.  If it is impatient, nearly all.
         """
 
     def load_of(self, ref: AdapterRef) -> Future[dict[str, Any]] | None:

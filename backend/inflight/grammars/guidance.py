@@ -44,6 +44,7 @@ _MAX_ENCODED = 4096  # texts whose tokens are remembered
 # text.  Each token of it has what is left encoded, and a literal can have 100,000 characters.
 _MAX_ENCODED_LENGTH = 256
 _UNCERTAIN = 8
+_NARROW = 0.9  # of the tokens: masks of fewer are made apart, and copied
 
 
 @dataclass
@@ -81,6 +82,7 @@ class GuidanceGrammars:
         self._runs = SteadyRuns()
         self._tokenizer: Future[Any] | None = None
         self._executor: Any = None
+        self._num_known = vocab_size  # the first tokens, which the library knows; set when they are read
 
     def warm_up(self) -> None:
         with self._lock:
@@ -114,7 +116,7 @@ class GuidanceGrammars:
         compiled = self._entry(spec).compiled.result()
         if isinstance(compiled, str):
             raise ValueError(compiled)
-        return GuidedSequence(compiled.deep_copy(), self._eos_token_ids, self._runs)
+        return GuidedSequence(compiled.deep_copy(), self._num_known, self._eos_token_ids, self._runs)
 
     def walk(self, sequence: SequenceId, spec: GrammarSpec) -> GuidedSequence:
         found = None if sequence == NO_SEQUENCE else self._walks.get(sequence)
@@ -126,11 +128,18 @@ class GuidanceGrammars:
         self._walks.pop(sequence, None)
 
     def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
-        bitmask.fill(-1)
         live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
-        rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, bitmask)
+        num_words = mask_words(self._num_known)
+        is_narrow = num_words < bitmask.shape[1]
+        known = np.empty((len(bitmask), num_words), dtype=np.int32) if is_narrow else bitmask
+        known.fill(-1)
+        rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, known)
         if rest:
-            self._fill_by_threads(rest, bitmask)
+            self._fill_by_threads(rest, known)
+        if is_narrow:
+            bitmask[:, :num_words] = known
+            # No mask has the last token that is known, so that its word tells the rows that allow all.
+            bitmask[:, num_words:] = -(known[:, -1:] == -1).astype(np.int32)
         for job in live:
             assert isinstance(job.grammar, GuidedSequence)
             job.grammar.check()
@@ -138,7 +147,7 @@ class GuidanceGrammars:
     def _fill_by_threads(self, jobs: list[MaskJob], bitmask: np.ndarray) -> None:
         masks, where = self._masks(), (bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask))
         plain = [(_matcher(job), job.row) for job in jobs if not job.draft_token_ids]
-        drafted = [(_matcher(job), job.row, list(job.draft_token_ids)) for job in jobs if job.draft_token_ids]
+        drafted = [(_matcher(job), job.row, _drafts(job)) for job in jobs if job.draft_token_ids]
         if plain:
             masks.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
@@ -183,6 +192,7 @@ class GuidanceGrammars:
             raise ValueError("structured output needs an end-of-sequence token, and this checkpoint has none")
         vocabulary = read_vocabulary(self._read_tokenizer())
         ours = _Wrapped(vocabulary, self._vocab_size, self._eos_token_ids)
+        self._num_known = len(ours.tokens)
         wrapped = TokenizerWrapper(ours)
         try:
             tokenizer = LLTokenizer(wrapped, eos_token=self._eos_token_ids)
@@ -212,7 +222,7 @@ class GuidanceGrammars:
         Args:
             first: an `LLMatcher` at the start, which this method uses up.
         """
-        mask = np.zeros(mask_words(self._vocab_size), dtype=np.int32)
+        mask = np.zeros(mask_words(self._num_known), dtype=np.int32)
         choose = random.Random(0)
         for num_tokens in range(_PROBED + 1):
             if not first.is_error():
@@ -228,16 +238,20 @@ class GuidanceGrammars:
 
 
 class _Wrapped:
-    """The tokenizer that llguidance requires, for V tokens.
+    """The tokenizer that llguidance requires, for the first of V tokens.
 
-    Tokens unknown to `tokenizers` have no bytes: the library leaves such out of its tries, so that they are never
-    allowed, and take no memory in a dozen of these.
+    The library has half a dozen tries, each with 60 bytes for every token that it was told of.  If V is much larger
+    than the vocabulary of `tokenizers`, it is told of none behind that, but of the next one, which stands for them.
+    Tokens unknown to `tokenizers` have no bytes: they are in no trie, and never allowed.
     """
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
-        self.tokens = [*vocabulary.tokens[:vocab_size], *[b""] * (vocab_size - len(vocabulary.tokens))]
+        num_known = max(len(vocabulary.tokens), *(token + 1 for token in eos_token_ids)) + 1
+        if num_known > _NARROW * vocab_size:
+            num_known = vocab_size
+        self.tokens = [*vocabulary.tokens, *[b""] * (num_known - len(vocabulary.tokens))][:vocab_size]
         for token in {*eos_token_ids} & set(range(vocab_size)):
             self.tokens[token] = self.tokens[token] or b"<eos %d>" % token
         self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
@@ -271,7 +285,7 @@ def _fill_job(job: MaskJob, first: int, num_bytes: int) -> None:
     if not job.draft_token_ids:
         return
     taken = 0
-    for draft in job.draft_token_ids:
+    for draft in _drafts(job):
         if matcher.try_consume_tokens([draft]) == 0:
             break
         taken += 1
@@ -282,3 +296,8 @@ def _fill_job(job: MaskJob, first: int, num_bytes: int) -> None:
 def _matcher(job: MaskJob) -> Any:
     assert isinstance(job.grammar, GuidedSequence)
     return job.grammar.matcher_behind(job.behind)
+
+
+def _drafts(job: MaskJob) -> list[int]:
+    assert isinstance(job.grammar, GuidedSequence)
+    return job.grammar.known_ids(job.draft_token_ids)

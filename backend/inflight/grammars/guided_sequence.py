@@ -64,19 +64,26 @@ class GuidedSequence:
 
     Args:
         matcher: an `LLMatcher` at the start, which this object keeps.
+        num_known: tokens that it knows; the last one is never allowed, or there are no others.
         eos_token_ids: of the checkpoint.
         runs: shared by all sequences of a vocabulary.
     """
 
-    def __init__(self, matcher: Any, eos_token_ids: list[int], runs: SteadyRuns) -> None:
+    def __init__(self, matcher: Any, num_known: int, eos_token_ids: list[int], runs: SteadyRuns) -> None:
         self.error = ""
         self.num_tokens = 0
         self._matcher = matcher
+        self._last_known = num_known - 1
         self._eos_token_ids = eos_token_ids
         self._runs = runs
         self._last = -1  # of the `num_tokens` tokens
         self._ahead: list[int] = []
         self._run: list[int] | None = None  # what is forced behind them; None: not known
+
+    def known_ids(self, token_ids: Sequence[int]) -> list[int]:
+        """With one that is never allowed in place of each that the library does not know: it ends the sequence else."""
+        last = self._last_known
+        return [token if token < last else last for token in token_ids]
 
     def matcher_behind(self, token_ids: Sequence[int]) -> Any:
         """The `LLMatcher` behind `num_tokens` tokens and these, which can follow."""
@@ -118,7 +125,7 @@ class GuidedSequence:
                 return 0
             if self._ahead:
                 self._go_to(())
-            if not self._matcher.try_consume_tokens(token_ids):
+            if not self._matcher.try_consume_tokens(self.known_ids(token_ids)):
                 return 0
             self._ahead.append(token_ids[0])
             return 1
@@ -137,7 +144,7 @@ class GuidedSequence:
             elif not certain[place]:
                 return place
             token = token_ids[place]
-            if not matcher.try_consume_tokens([token]):
+            if not matcher.try_consume_tokens(self.known_ids([token])):
                 return place
             self._ahead.append(token)
             if place == end or token != draft_token_ids[place]:
@@ -145,7 +152,7 @@ class GuidedSequence:
             place += 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        return 0 if self.error else int(self.matcher_behind(()).validate_tokens(list(token_ids)))
+        return 0 if self.error else int(self.matcher_behind(()).validate_tokens(self.known_ids(token_ids)))
 
     def check(self) -> None:
         if not self.error and self._matcher.is_error():
@@ -182,7 +189,7 @@ class GuidedSequence:
             del ahead[common:]
         if common < len(token_ids):
             rest = list(token_ids[common:])
-            ahead += rest[: self._matcher.try_consume_tokens(rest)]
+            ahead += rest[: self._matcher.try_consume_tokens(self.known_ids(rest))]
 
 
 def reason(matcher: Any) -> str:

@@ -111,7 +111,7 @@ class AdapterTable:
         self._waiting: dict[str, tuple[float, float]] = {}  # id without room -> first and last time it was asked for
         self._promised: dict[str, Promise] = {}  # by id of an adapter that got a slot, and has no request running
         self._goes_before: Callable[[Any, Any], bool] = lambda request, other: False
-        self._leaving: Leaving = lambda adapter_ids, request: adapter_ids
+        self._leaving: Leaving = lambda adapter_ids, request, impatient: adapter_ids
         self._pace, self._loader = pace, LoaderThread(pace)
 
     def get(self, adapter_id: str) -> Entry | None:
@@ -122,7 +122,7 @@ class AdapterTable:
     def reset(
         self,
         goes_before: Callable[[Any, Any], bool],
-        leaving: Leaving = lambda adapter_ids, request: adapter_ids,
+        leaving: Leaving = lambda adapter_ids, request, impatient: adapter_ids,
     ) -> None:
         self._goes_before, self._leaving = goes_before, leaving
         for entry in self._entries.values():
@@ -289,7 +289,7 @@ class AdapterTable:
     def _evict(self, now: float, request: Any, impatient: bool = False) -> bool:
         """Drop an adapter, if all places are taken: the one that was used least recently, unless `_leaving` differs.
 
-        Of those asked for within a minute it takes the ones that `request` may take, or any of them if it is impatient.
+        Of those asked for within a minute it takes the ones that `request` may take; more of them if it is impatient.
 
         Returns:
             Whether there is a place.
@@ -301,10 +301,10 @@ class AdapterTable:
             for key, entry in self._entries.items()
             if entry.num_held == 0 and entry.loaded.done() and (impatient or now - entry.asked >= _RECENT)
         }
-        order = [key for key in self._leaving(list(self._entries), None) if key in idle]
+        order = [key for key in self._leaving(list(self._entries), None, False) if key in idle]
         unused = [key for key in order if now - self._entries[key].asked >= _COUNTED]
-        if not unused and not impatient:
-            order = [key for key in self._leaving(list(self._entries), request) if key in idle]
+        if not unused:
+            order = [key for key in self._leaving(list(self._entries), request, impatient) if key in idle]
         if not order:
             return False
         del self._entries[unused[0] if unused else order[0]]
@@ -315,10 +315,7 @@ class AdapterTable:
 
         They grow in number, since the requests of the first ones may be the longest.
         """
-        if not self._waiting:
-            return []
-        self._waiting = {key: (first, last) for key, (first, last) in self._waiting.items() if now - last < _NOT_NEXT}
-        longest = max((now - first for first, _ in self._waiting.values()), default=0.0)
+        longest = max((now - first for first, last in self._waiting.values() if now - last < _NOT_NEXT), default=0.0)
         if longest < _PATIENCE:
             return []
         held = sorted((entry for entry in self._entries.values() if entry.num_held), key=lambda entry: entry.admitted)

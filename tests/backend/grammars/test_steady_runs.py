@@ -159,7 +159,7 @@ class Limited:
 def test_nothing_is_forced_where_following_it_reaches_a_limit() -> None:
     """The matcher is of no more use; the mask says why."""
     runs = SteadyRuns()
-    sequence = GuidedSequence(Limited(), [EOS], runs)
+    sequence = GuidedSequence(Limited(), VOCAB, [EOS], runs)
     chosen = [7, 7]
     assert sequence.settle([1], chosen, [False, False]) == 0 and chosen == [7, 7]
     assert sequence.forced(9) == [] and not runs._lengths

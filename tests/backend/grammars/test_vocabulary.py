@@ -18,7 +18,7 @@ from inflight.grammars.spec import GrammarSpec
 from inflight.grammars.vocabulary import read_vocabulary
 
 from .conftest import DEMO, EOS, VOCAB
-from .test_guidance import DIGITS, SCHEMA, outcome
+from .test_guidance import DIGITS, SCHEMA, allows, outcome
 
 CORPUS = ['the quick brown fox {"name": "x", "age": 12} jumps', "ünïcode ☃ text 日本"] * 3
 
@@ -108,7 +108,7 @@ def test_a_vocabulary_whose_reading_fails_refuses_its_requests(error: type[BaseE
 
 
 def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
-    for size in (VOCAB - 7, VOCAB + 70):
+    for size in (VOCAB - 7, VOCAB + 70, VOCAB + 400):
         grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
         assert outcome(grammars, DIGITS) == ""
         bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
@@ -122,31 +122,62 @@ def test_more_logits_than_tokens_and_fewer(tokenizer: Tokenizer) -> None:
             assert sequence.error
 
 
+@pytest.mark.parametrize("in_background", [True, False])
+def test_drafts_that_the_tokenizer_does_not_have_are_refused_like_others(in_background: bool) -> None:
+    """The library would end the sequence: it does not know them."""
+    size = VOCAB + 400
+    grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
+
+    def masks(*jobs: MaskJob) -> np.ndarray:
+        bitmask = np.empty((6, mask_words(size)), dtype=np.int32)
+        grammars.fill(jobs, bitmask, in_background)
+        return np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :size]
+
+    for unknown in (VOCAB, VOCAB + 1, size - 1):
+        sequence, free = grammars.new(DIGITS), grammars.new(GrammarSpec("regex", "(?s:.*)"))
+        bits = masks(MaskJob(sequence, 0, [unknown, 5]), MaskJob(free, 3, [unknown]))
+        assert bits[[0, 3]].any(axis=1).all() and not bits[[0, 3], VOCAB:].any(), "masks"
+        assert bits[[1, 2, 4, 5]].all(), "what is behind a refused draft, and a row without a job, allow all"
+        good = int(np.flatnonzero(bits[0])[-1])
+        assert not allows(sequence, [], [unknown]) and sequence.num_allowed([good, unknown]) == 1
+        assert sequence.settle([good], [good, unknown], [True, True]) == 1
+        again = masks(MaskJob(sequence, 1, [good, unknown], [good]))
+        assert (again[1] == masks(MaskJob(sequence, 0, [good]))[1]).all()
+        sequence.advance([good])
+        assert not sequence.error and not free.error
+        sequence.advance([unknown])
+        assert sequence.error == f"the grammar cannot go on: it does not allow token {unknown}"
+
+
 def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
     assert "out of range" in outcome(grammars, DIGITS)
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3])
-    assert outcome(grammars, DIGITS) == ""
-    bitmask = np.empty((1, mask_words(VOCAB + 70)), dtype=np.int32)
-    grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
-    bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
-    assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : VOCAB + 70].any()
+    for size in (VOCAB + 70, VOCAB + 400):
+        grammars = GuidanceGrammars(DEMO.read_text, size, [VOCAB + 3])
+        assert outcome(grammars, DIGITS) == ""
+        bitmask = np.empty((1, mask_words(size)), dtype=np.int32)
+        grammars.fill([MaskJob(grammars.new(GrammarSpec("regex", "a?")), 0, [])], bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[0]
+        assert bits[VOCAB + 3] and not bits[VOCAB : VOCAB + 3].any() and not bits[VOCAB + 4 : size].any()
 
 
 def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of tokens that the library has copied; and tokens without a text are in none of its dozen tries."""
+    """Bytes of tokens that the library has copied; and its tries have no place for tokens behind the tokenizer's."""
     read = []
     monkeypatch.setattr(guidance, "read_vocabulary", lambda text: read.append(read_vocabulary(text)) or read[-1])
-    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [EOS])
+    grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 400, [EOS])
     assert outcome(grammars, DIGITS) == ""
     assert not read[0].tokens
     tokenizer, names = grammars._begin_to_load().result()
-    assert tokenizer.decode_bytes([VOCAB + 3]) == b"<[%d]>" % (VOCAB + 3), "it has bytes"
+    assert tokenizer.vocab_size == VOCAB + 1
+    assert tokenizer.decode_bytes([VOCAB]) == b"<[%d]>" % VOCAB, "it has bytes"
     assert names == read[0].names
 
 
 def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once."""
+    for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
+        timer.join()  # of a test before this one
     trims: list[threading.Thread] = []
     may_trim, trimmed = threading.Event(), threading.Event()
 

@@ -100,6 +100,8 @@ class AdapterAdmission(EngineListener):
             self._adapters.hold(ref)
         if self._turns is not None:
             self._turns.admitted(request, num_cached_tokens)
+            if ref is not None:
+                self._turns.used(ref.id)
 
     def ended(self, request: Request) -> None:
         ref = _adapter_of(request)
@@ -119,6 +121,8 @@ class AdapterAdmission(EngineListener):
         if not requests:
             del self._open[ref.id]
             self._adapters.forget(ref)
+            if self._turns is not None:
+                self._turns.used(ref.id)
 
     def step_begins(self, running: Sequence[Request]) -> None:
         if self._turns is not None:
@@ -133,7 +137,7 @@ class AdapterAdmission(EngineListener):
         self._adapters.step_done(step.end - step.start, step.stats.running)
 
 
-def _all(adapter_ids: Sequence[str], request: Request | None) -> Sequence[str]:
+def _all(adapter_ids: Sequence[str], request: Request | None, impatient: bool) -> Sequence[str]:
     return adapter_ids
 
 

@@ -10,7 +10,9 @@ One thread loads all adapters, and memory has few places for them.  So loads are
     payer      the account of the request that causes the load; requests that find the adapter loaded pay nothing
     eviction   of the adapters that were asked for within a minute, one whose account has the most leaves first, and
                what the operator has loaded leaves last.  An account with adapters in memory takes a place of its
-               own, or of one that has more; another one only after the patience of `AdapterTable`
+               own, or of one that has more; another one only after the patience of `AdapterTable`.  Its next
+               request does not take the place of an adapter that was loaded for one that has not begun: the tenant
+               would pay for both, and start with neither
 
 So a tenant that names adapters without end spends its own share on them, in memory, too.
 """
@@ -64,6 +66,7 @@ class LoadTurns(EngineListener):
         self._ahead: dict[str, None] = {}  # accounts that have loaded one ahead
         # Id of an adapter in memory -> account; None: no request has caused its load, so the operator has.
         self._payers: dict[str, str | None] = {}
+        self._unused: dict[str, Request] = {}  # id of an adapter that was loaded for this request, which has not begun
         self._tokens = self._seconds = 0.0  # of the last steps
         self._load_seconds = 0.0
 
@@ -103,18 +106,31 @@ class LoadTurns(EngineListener):
                 del self._ahead[next(iter(self._ahead))]
         self._shares.charge(request, tokens)
         self._payers[adapter_id] = account
+        self._unused[adapter_id] = request
         self._loading.append(_Load(request, tokens, loaded))
 
-    def leaving(self, adapter_ids: Sequence[str], request: Request | None) -> list[str]:
+    def used(self, adapter_id: str) -> None:
+        """A request begins with it, or none wants it any more."""
+        self._unused.pop(adapter_id, None)
+
+    def leaving(self, adapter_ids: Sequence[str], request: Request | None, impatient: bool) -> list[str]:
         """See `Adapters.reset`."""
         self._payers = {key: self._payers.get(key) for key in adapter_ids}
         counts = Counter(self._payers.values())
         counts[None] = 0
         order = sorted(adapter_ids, key=lambda key: -counts[self._payers[key]])
-        own = None if request is None else self._shares.account(request)
-        if own is None or not counts[own]:
+        if request is None:
+            return order
+        own = self._shares.account(request)
+        order = [key for key in order if self._payers[key] != own or not self._is_owed(key, request)]
+        if impatient or not counts[own]:
             return order
         return [key for key in order if self._payers[key] == own or counts[self._payers[key]] > counts[own]]
+
+    def _is_owed(self, adapter_id: str, request: Request) -> bool:
+        """Whether `request`, of the same account, must leave it to the one that has paid for it."""
+        first = self._unused.get(adapter_id)
+        return first is not None and not self._shares.goes_before(request, first)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         self._ahead.pop(self._shares.account(request), None)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from itertools import accumulate, islice
 
 from inflight.frontend.adapters.adapter_files import KeptAdapter
 from inflight.frontend.errors import RequestError, shown
 
 __all__ = ["AdapterRegistry"]
 
-_MAX_LISTED = 100  # names in an error
+# Names in an error, and their letters in all, as ASCII: an error travels in the trailers of gRPC, which take 8 KiB.
+_MAX_LISTED, _MAX_LETTERS = 100, 2000
 
 
 class AdapterRegistry:
@@ -25,10 +27,11 @@ class AdapterRegistry:
 
     def __init__(self, enabled: bool, fixed: Mapping[str, str] | None = None) -> None:
         self.enabled = enabled
-        self._lock = threading.Lock()  # guards the next three
+        self._lock = threading.Lock()  # guards all below but `_fixed`
         self._adapters: dict[str, KeptAdapter] = {}
         self._fixed = {name: number for number, name in enumerate(fixed or {}, 1)}
         self._numbers: dict[str, int] = {}
+        self._names: dict[int, str] = {}  # by number; there can be 10,000
         self._next = len(self._fixed) + 1
 
     def chosen(self, name: str | None, number: int | None) -> KeptAdapter | None:
@@ -42,15 +45,26 @@ class AdapterRegistry:
         if not self.enabled:
             raise RequestError("INVALID_ARG", "LoRA feature is not enabled.")
         with self._lock:
-            numbers = {} if number is None else {self._numbers[known]: known for known in self._adapters}
-            wanted = name if number is None or name is not None else numbers.get(number)
+            numbered = None if number is None else self._names.get(number)
+            wanted = numbered if name is None else name
             found = None if wanted is None else self._adapters.get(wanted)
-            names = list(self._adapters) if found is None else []
-        if name is not None and found is None:
-            raise RequestError("INVALID_ARG", f"LoRA {name} is not supported, we currently support {_listed(names)}")
-        if number is not None and (found is None or numbers.get(number) != found.ref.name):
-            raise RequestError("INVALID_ARG", _wrong_number(name, number, numbers))
+            if name is not None and found is None:
+                names = _listed([repr(known) for known in islice(self._adapters, _MAX_LISTED)])
+                more = _more(len(self._adapters) - len(names))
+                said = f"LoRA {name} is not supported, we currently support [{', '.join(names)}]{more}"
+                raise RequestError("INVALID_ARG", said)
+            if number is not None and (found is None or numbered != found.ref.name):
+                raise RequestError("INVALID_ARG", self._wrong_number(name, number))
         return found
+
+    def _wrong_number(self, name: str | None, number: int) -> str:
+        if name is not None and number in self._names:
+            given = shown(self._names[number])
+            return f"lora_task_id={number} is {given}, and lora_name={shown(name)}: give one of them"
+        first = sorted(islice(self._names.items(), _MAX_LISTED))
+        pairs = _listed([f"{one} ({known[:100]})" for one, known in first])
+        has = (", ".join(pairs) or "none") + _more(len(self._names) - len(pairs))
+        return f"lora_task_id={number}: no adapter has this number; there are {has}, in the order of multi_lora.json"
 
     def get(self, name: str) -> KeptAdapter | None:
         with self._lock:
@@ -64,14 +78,14 @@ class AdapterRegistry:
                 number = self._fixed.get(name)
                 if number is None:
                     number, self._next = self._next, self._next + 1
-                self._numbers[name] = number
+                self._numbers[name], self._names[number] = number, name
             self._adapters[name] = adapter
             return self._numbers[name]
 
     def remove(self, name: str) -> KeptAdapter | None:
         """Take the name away: open requests keep their adapter.  None if there is none."""
         with self._lock:
-            self._numbers.pop(name, None)
+            self._names.pop(self._numbers.pop(name, 0), None)
             return self._adapters.pop(name, None)
 
     def ids(self) -> dict[str, str]:
@@ -80,16 +94,11 @@ class AdapterRegistry:
             return {name: adapter.ref.id for name, adapter in self._adapters.items()}
 
 
-def _listed(names: list[str]) -> str:
-    """As Python writes a list; the rest is counted if it is long."""
-    if len(names) <= _MAX_LISTED:
-        return str(names)
-    return f"{names[:_MAX_LISTED]} and {len(names) - _MAX_LISTED} more"
+def _listed(names: list[str]) -> list[str]:
+    """As many of them as an error may have, at least one."""
+    lengths = accumulate(len(ascii(name)) for name in names)
+    return [name for place, (name, length) in enumerate(zip(names, lengths)) if not place or length <= _MAX_LETTERS]
 
 
-def _wrong_number(name: str | None, number: int, numbers: dict[int, str]) -> str:
-    if name is not None and number in numbers:
-        return f"lora_task_id={number} is {shown(numbers[number])}, and lora_name={shown(name)}: give one of them"
-    pairs = [f"{one} ({known[:100]})" for one, known in sorted(numbers.items())[:_MAX_LISTED]]
-    has = ", ".join(pairs) or "none"
-    return f"lora_task_id={number}: no adapter has this number; there are {has}, in the order of multi_lora.json"
+def _more(count: int) -> str:
+    return f" and {count} more" if count else ""

@@ -21,7 +21,8 @@ from inflight.frontend.output.request_state import RequestState
 __all__ = ["AdapterMetrics"]
 
 _PERIOD_SECONDS = 0.5
-_MAX_SETS = 4096
+# Of `vllm:lora_requests_info`, and the letters of their labels in all: each scrape gets all of them.
+_MAX_SETS, _MAX_LETTERS = 4096, 1 << 20
 _MAX_NAMES = 1024
 _OTHERS = "(others)"  # the label of names beyond that
 _MAX_LISTED = 256  # names in a label
@@ -57,6 +58,7 @@ class AdapterMetrics:
         self._loads = {outcome: create(loads, {label: outcome}, None) for outcome in outcomes}
         self._seconds = create(seconds, {}, list(seconds.buckets or ()))
         self._sets: dict[tuple[str, str], Any] = {}
+        self._letters = 0  # in their labels
         self._set: tuple[str, str] | None = None
         self._gauges: dict[tuple[str, str], Any] = {}
         self._shown: Counter[tuple[str, str]] = Counter()
@@ -104,12 +106,15 @@ class AdapterMetrics:
         wanted = running, waiting
         # Once there are too many, the nearest of those that exist.
         for found in (wanted, (wanted[0], ""), ("", wanted[1]), ("", "")):
-            if found in self._sets or len(self._sets) < _MAX_SETS or found == ("", ""):
+            letters = sum(map(len, found))
+            has_room = len(self._sets) < _MAX_SETS and self._letters + letters <= _MAX_LETTERS
+            if found in self._sets or has_room or found == ("", ""):
                 break
         if found == self._set:
             return
         if found not in self._sets:
             self._sets[found] = self._create(self._info, self._labels(found), None)
+            self._letters += letters
         self._sets[found].set(self._clock())
         self._set = found
 

@@ -256,6 +256,19 @@ def test_loads_buy_no_share_and_starve_nobody(
     assert len(machine.ended) == len(machine.requests) and len(machine.turns._payers) <= len(machine.table.loads)
 
 
+def test_a_tenant_starts_with_what_it_has_loaded_before_it_loads_the_next_one() -> None:
+    """With one place in memory the next load would take that place, and the tenant would pay for nothing."""
+    machine = Machine({"a": {"weight": 0.5}, "b": {"weight": 3}}, load_seconds=0.2, kept=1, max_num_seqs=4)
+    while machine.now < 25.0:
+        while machine.live_of("a") < 14:
+            machine.ask("a", f"a{len(machine.arrived)}", n=1 + len(machine.arrived) % 2)
+        while machine.live_of("b") < 10:
+            machine.ask("b")
+        machine.step()
+    ended = Counter(machine.requests[number].tenant for number in machine.ended)
+    assert sum(machine.table.loads.values()) - ended["a"] <= 2 and ended["a"] > 8
+
+
 def test_only_the_first_pays_and_a_failed_load_costs_what_others_did() -> None:
     machine = Machine(EACH)
     machine.ask("c", output=20)

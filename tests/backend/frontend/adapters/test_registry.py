@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -84,4 +86,39 @@ def test_an_error_does_not_list_ten_thousand_names() -> None:
     for number in range(10_000):
         registry.remove(f"adapter-{number}")
     assert refused(registry, "x") == "LoRA x is not supported, we currently support []"
-    assert not registry._numbers and not registry._adapters
+    assert not registry._numbers and not registry._names and not registry._adapters
+
+
+class Counted(dict[Any, Any]):
+    """Counts the keys that are looked at one after another."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in super().__iter__():
+            Counted.looks += 1
+            yield key
+
+    def items(self) -> Any:
+        return ((key, self[key]) for key in self)
+
+
+def test_a_request_looks_at_few_of_ten_thousand_names() -> None:
+    registry = AdapterRegistry(True)
+    for number in range(1, 10_001):
+        registry.put(adapter(f"adapter-{number}"))
+    registry._adapters, registry._names = Counted(registry._adapters), Counted(registry._names)
+    for name, number in (("adapter-10000", None), (None, 10_000), ("adapter-5", 5)):
+        assert registry.chosen(name, number) is not None
+    assert Counted.looks == 0
+    for name, number in (("x", None), (None, 10_001), ("adapter-5", 6)):
+        refused(registry, name, number)
+    assert 0 < Counted.looks <= 200
+
+
+def test_an_error_fits_the_trailers_of_grpc_however_long_the_names_are() -> None:
+    registry = AdapterRegistry(True)
+    for number in range(200):
+        registry.put(adapter(f"{number}" + "名" * 300))
+    for said in (refused(registry, "名" * 300), refused(registry, None, 0)):
+        assert len(quote(said)) < 8192 and "more" in said

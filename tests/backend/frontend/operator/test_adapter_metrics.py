@@ -135,6 +135,18 @@ def test_thousands_of_names_make_a_bounded_number_of_metrics(monkeypatch: pytest
     assert max(len(metric.labels["running_lora_adapters"]) for metric in rig.of(INFO)) < 5000
 
 
+def test_a_scrape_has_a_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each set of names stays in it; beyond the bound the nearest one that exists is told."""
+    monkeypatch.setattr(adapter_metrics, "_MAX_LETTERS", 5000)
+    rig = Rig()
+    for number in range(300):
+        rig.publish(*[(f"tenant-{number + k}", True) for k in range(9)])
+    assert 2500 < sum(len(metric.labels["running_lora_adapters"]) for metric in rig.of(INFO)) <= 5000
+    assert rig.newest()["running_lora_adapters"] == ""
+    rig.publish(*[(f"tenant-{k}", True) for k in range(9)])
+    assert rig.newest()["running_lora_adapters"].startswith("tenant-0,")
+
+
 def test_names_are_looked_at_once_for_each_set() -> None:
     """However many there are: a publication holds up the interpreter, and with it the streams of the stub."""
     looks = 0
