@@ -219,6 +219,8 @@ def test_any_setting_gives_the_tokens_of_merged_weights(
     if setting == "drafts of a model":
         options["speculative_config"] = {**options["speculative_config"], "model": llama}
     prompts = [prompt_of(n, seed=n) for n in (40, 21, 33, 60, 8, 75)]
+    if setting == "drafts of text":
+        prompts = [2 * prompt for prompt in prompts]  # their ends have been there before, whatever the model answers
     counts = [30, 24, 16, 40, 30, 12]
     wanted = []
     for index, path in enumerate([*merged, llama]):
