@@ -21,10 +21,11 @@ _WARM_UP_STEPS = 5
 
 
 def run(core: Any, numbers: Any, prompts: list[list[int]], salts: list[str], steps: int) -> common.Run:
-    """Tokens per second while all decode, and the tokens of each."""
+    """Tokens per second while all decode, and the first tokens of each."""
     ids = [next(numbers) for _ in prompts]
+    most = core.info.max_model_len - len(prompts[0])  # they are aborted
     for request_id, prompt, salt in zip(ids, prompts, salts):
-        common.add(core, request_id, prompt, max_tokens=steps + _WARM_UP_STEPS + len(prompts), cache_salt=salt)
+        common.add(core, request_id, prompt, max_tokens=most, cache_salt=salt)
     tokens: dict[int, list[int]] = {request_id: [] for request_id in ids}
 
     def step() -> None:
@@ -41,9 +42,10 @@ def run(core: Any, numbers: Any, prompts: list[list[int]], salts: list[str], ste
     seconds = time.perf_counter() - began
     decoded = sum(map(len, tokens.values())) - before
     assert decoded == steps * len(prompts), "a stream ended, or waited"
-    while core.has_work:
-        step()
-    return {"tokens_per_second": decoded / seconds, "tokens": [tokens[request_id] for request_id in ids]}
+    for request_id in ids:
+        core.abort(request_id)
+    common.drain(core)
+    return {"tokens_per_second": decoded / seconds, "tokens": [tokens[request_id][:steps] for request_id in ids]}
 
 
 def measure(core: Any, streams: int, args: Any) -> dict[str, Any]:
@@ -68,7 +70,7 @@ def measure(core: Any, streams: int, args: Any) -> dict[str, Any]:
     return {
         "ratio": common.median_ratio(runs["in common"], runs["apart"]),
         "tokens_per_second": {side: common.median(found) for side, found in runs.items()},
-        "equal_outputs": f"{sum(equal)} of {len(equal)} rounds",
+        "equal": all(equal),
         "runs": runs,
     }
 
@@ -86,14 +88,21 @@ def main() -> None:
         "kv_cache_memory": args.kv_cache_memory,
         "check_on_load": False,  # weights are random, and a check takes a minute
     }
-    core = common.engine(options)
+    core = common.engine({**options, "max_num_seqs": max(args.streams)})
+    needed = max(args.streams) * (args.prefix + args.tail + 2 * args.steps + 256)  # tokens, while prompts are computed
+    if core.pool.num_blocks * core.pool.block_size < needed:
+        raise SystemExit(
+            f"the pool has {core.pool.num_blocks} blocks, too few for {needed} tokens: more --kv-cache-memory"
+        )
     found = {streams: measure(core, streams, args) for streams in args.streams}
     print(f"\n{common.machine()}, {args.dtype}, a prefix of {args.prefix} tokens, medians of {args.rounds} rounds")
     for streams, row in found.items():
         rates = ", ".join(f"{side} {rate:.1f}" for side, rate in row["tokens_per_second"].items())
-        print(f"  {streams} streams: {rates} tokens/s: {row['ratio']:.2f}x; equal outputs in {row['equal_outputs']}")
+        print(f"  {streams} streams: {rates} tokens/s: {row['ratio']:.2f}x{'' if row['equal'] else '; outputs differ'}")
     runs = {streams: row.pop("runs") for streams, row in found.items()}
     common.record(args, runs, streams=found)
+    if not all(row["equal"] for row in found.values()):
+        raise SystemExit("outputs differ")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,24 @@ import torch
 from paged_case import PagedCase
 from torch import Tensor
 
+from inflight.attention.base import AttentionMetadata
 from inflight.kernels.cpu.cpu_attention import CpuAttention
+
+
+def metadata_of(seq_lens: list[int], query_lens: list[int], table: Tensor, block_size: int) -> AttentionMetadata:
+    """Of requests with these blocks, as far as a plan of the kernel looks at it: no slots are written."""
+    query_start_loc = [0, *torch.tensor(query_lens).cumsum(0).tolist()]
+    return AttentionMetadata(
+        query_start_loc=torch.tensor(query_start_loc, dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=table,
+        slot_mapping=torch.zeros(sum(query_lens), dtype=torch.int64),
+        query_start_loc_cpu=query_start_loc,
+        seq_lens_cpu=seq_lens,
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_size=block_size,
+    )
 
 
 @dataclass
@@ -52,6 +69,6 @@ class SharedPrefixCase(PagedCase):
     def keys_read(self, threads: int = 1) -> tuple[int, int]:
         """Keys, times KV heads, that the kernel passes over: with the shared blocks, and without."""
         backend = CpuAttention()
-        cache = self.filled_cache(backend)
+        cache = backend.new_cache(1, self.block_size, self.spec, self.dtype, torch.device("cpu"))
         counts = [backend.keys_read(cache, batch, threads) for batch in (self.shared(backend), self.prepared(backend))]
         return counts[0], counts[1]

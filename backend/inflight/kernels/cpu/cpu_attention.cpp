@@ -11,6 +11,8 @@ namespace {
 
 // Each thread gets at least about this many items, so that none is idle for long at the end.
 constexpr int kItemsPerThread = 4;
+// What partial results may take, in floats (64 MB); with more, requests do not share what they have in common.
+constexpr int64_t kMostPartialFloats = 16 << 20;
 // Work, in approximate nanoseconds, below which waking other threads does not pay off.
 constexpr double kSerialCost = 8000;
 
@@ -45,13 +47,19 @@ class Planner {
   }
 
   void make() {
+    make(true);
+    if (plan_.partial_floats > kMostPartialFloats && !plan_.prefixes.runs().empty()) make(false);
+  }
+
+ private:
+  void make(bool share) {
     plan_.items.clear();
     plan_.splits.clear();
     plan_.queries.clear();
     plan_.partial_floats = 0;
     plan_.scratch_bytes = 0;
     plan_.cost = 0;
-    find_shared();
+    find_shared(share);
     order_requests();
     for (const SharedRun& run : plan_.prefixes.runs()) add_shared(run);
     // Expensive items first, so that only small ones remain at the end.
@@ -66,7 +74,6 @@ class Planner {
     }
   }
 
- private:
   int32_t num_queries(int32_t request) const {
     return call_.batch->query_start_loc[request + 1] - call_.batch->query_start_loc[request];
   }
@@ -90,11 +97,11 @@ class Planner {
     return threads_ == 1 ? 0 : cost / std::max(plan_.cost / (threads_ * kItemsPerThread), kSerialCost);
   }
 
-  void find_shared() {
+  void find_shared(bool share) {
     plan_.own.assign(call_.batch->num_requests, 0);
     plan_.split_of.assign(call_.batch->num_requests, -1);
     // A request with more queries than half an item's reads its keys once for many rows already.
-    const bool possible = !layer_.both_ways && layer_.sliding_window == 0;
+    const bool possible = share && !layer_.both_ways && layer_.sliding_window == 0;
     plan_.prefixes.find(*call_.batch, layer_.block_size, possible ? per_item_ / 2 : 0);
     for (const SharedRun& run : plan_.prefixes.runs()) {
       const int32_t queries = queries_of(run), items = (queries + per_item_ - 1) / per_item_;
