@@ -178,6 +178,6 @@ class CpuAttention:
         return out
 
     def keys_read(self, cache: KVCache, batch: CpuBatch, threads: int) -> int:
-        """Keys, times KV heads, that `attend` passes over: what requests have in common counts once a pass.  For tests."""
+        """Keys, times KV heads, that `attend` passes over: blocks in common count once a pass.  For tests."""
         assert isinstance(cache, CpuKVCache)
         return library().inflight_attention_keys(cache.address, batch.address, threads)
