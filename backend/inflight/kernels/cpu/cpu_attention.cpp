@@ -11,7 +11,7 @@ namespace {
 
 // Each thread gets at least about this many items, so that none is idle for long at the end.
 constexpr int kItemsPerThread = 4;
-// What partial results may take, in floats (64 MB); with more, requests do not share what they have in common.
+// The most floats of partial results (64 MB); if they would need more, each request reads all of its keys.
 constexpr int64_t kMostPartialFloats = 16 << 20;
 // Work, in approximate nanoseconds, below which waking other threads does not pay off.
 constexpr double kSerialCost = 8000;
