@@ -1,27 +1,36 @@
 #!/usr/bin/env python3
 """Decoding tokens/s of streams whose prompts begin alike: their first blocks in common, and each with its own copy.
 
-    python bench/shared_prefix.py [--checkpoint qwen3-0.6b-rand] [--streams 8 32] [--prefix 2048] [--output FILE]
+    python bench/shared_prefix.py [--streams 8 32] [--prefix 2048] [--triton] [--checkpoint NAME] [--output FILE]
 
 Both sides decode the same prompts in one engine, in turns; those of `apart` have a `cache_salt` each, so that none
-finds another's prefix.  Only steps in which all streams decode are timed.  The keys and values of what is in common
-are read once a step; the tokens must be equal.
+finds another's prefix.  Only steps in which all streams decode are timed.  Keys and values that they have in common
+are read once a step; the tokens must be equal.  With --triton the requests go to a real tritonserver over one gRPC
+stream, their prompts are computed before, and the time is that from the first request to the last response.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import random
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
+import serving
 
 _WARM_UP_STEPS = 5
 
 
-def run(core: Any, numbers: Any, prompts: list[list[int]], salts: list[str], steps: int) -> common.Run:
-    """Tokens per second while all decode, and the first tokens of each."""
+# Prompts, their salts, and a number of steps -> tokens per second while all decode, and the first tokens of each.
+Run = Callable[[list[list[int]], list[str], int], common.Run]
+
+
+def in_process(core: Any, numbers: Any, prompts: list[list[int]], salts: list[str], steps: int) -> common.Run:
+    """`Run` with the first two."""
     ids = [next(numbers) for _ in prompts]
     most = core.info.max_model_len - len(prompts[0])  # they are aborted
     for request_id, prompt, salt in zip(ids, prompts, salts):
@@ -48,14 +57,48 @@ def run(core: Any, numbers: Any, prompts: list[list[int]], salts: list[str], ste
     return {"tokens_per_second": decoded / seconds, "tokens": [tokens[request_id][:steps] for request_id in ids]}
 
 
-def measure(core: Any, streams: int, args: Any) -> dict[str, Any]:
-    rng, numbers = random.Random(streams), itertools.count()
+def through_triton(streams: Any, prompts: list[list[int]], salts: list[str], steps: int) -> common.Run:
+    """`Run` with the first one."""
+
+    def submit(count: int) -> list[serving.Answer]:
+        sampling = {"temperature": 0, "max_tokens": count, "ignore_eos": True}
+        inputs = {"sampling": sampling, "return_token_ids": True}
+        answers = [
+            streams.submit({**inputs, "sampling": dict(sampling), "input_ids": prompt, "cache_salt": salt})
+            for prompt, salt in zip(prompts, salts)
+        ]
+        streams.wait(len(answers))
+        return answers
+
+    submit(1)
+    answers = submit(steps)
+    seconds = max(answer.times[-1] for answer in answers) - answers[0].sent
+    return {"tokens_per_second": steps * len(prompts) / seconds, "tokens": [answer.token_ids for answer in answers]}
+
+
+@contextlib.contextmanager
+def engine(options: dict[str, Any], args: Any) -> Iterator[Run]:
+    if args.triton:
+        with serving.served(options) as server, serving.Streams(server.grpc_address) as streams:
+            yield functools.partial(through_triton, streams)
+        return
+    core = common.engine(options)
+    needed = max(args.streams) * (args.prefix + args.tail + 2 * args.steps + 256)  # tokens; prompts come one by one
+    if core.pool.num_blocks * core.pool.block_size < needed:
+        raise SystemExit(
+            f"the pool has {core.pool.num_blocks} blocks, too few for {needed} tokens: more --kv-cache-memory"
+        )
+    yield functools.partial(in_process, core, itertools.count())
+
+
+def measure(run: Run, streams: int, args: Any) -> dict[str, Any]:
+    rng = random.Random(streams)
 
     def fresh(count: int) -> list[int]:
-        return [rng.randrange(3, core.info.vocab_size) for _ in range(count)]
+        return [rng.randrange(3, 30_000) for _ in range(count)]
 
     def one(side: str, number: int) -> common.Run:
-        found = run(core, numbers, prompts[number], salts[side], args.steps)
+        found = run(prompts[number], salts[side], args.steps)
         outputs.setdefault(number, []).append(found.pop("tokens"))
         return found
 
@@ -77,7 +120,13 @@ def measure(core: Any, streams: int, args: Any) -> dict[str, Any]:
 
 def main() -> None:
     sides = common.engine_sides(
-        checkpoint=common.CHECKPOINT, streams=[8, 32], prefix=2048, tail=32, steps=64, kv_cache_memory="2GiB"
+        checkpoint=common.CHECKPOINT,
+        streams=[8, 32],
+        prefix=2048,
+        tail=32,
+        steps=64,
+        kv_cache_memory="2GiB",
+        triton=False,
     )
     del sides["requests"]
     args = common.options(__doc__, **sides)
@@ -86,15 +135,11 @@ def main() -> None:
         "model": common.checkpoint(args.checkpoint, args.dtype),
         "enable_prefix_caching": True,
         "kv_cache_memory": args.kv_cache_memory,
+        "max_num_seqs": max(args.streams),
         "check_on_load": False,  # weights are random, and a check takes a minute
     }
-    core = common.engine({**options, "max_num_seqs": max(args.streams)})
-    needed = max(args.streams) * (args.prefix + args.tail + 2 * args.steps + 256)  # tokens, while prompts are computed
-    if core.pool.num_blocks * core.pool.block_size < needed:
-        raise SystemExit(
-            f"the pool has {core.pool.num_blocks} blocks, too few for {needed} tokens: more --kv-cache-memory"
-        )
-    found = {streams: measure(core, streams, args) for streams in args.streams}
+    with engine(options, args) as run:
+        found = {streams: measure(run, streams, args) for streams in args.streams}
     print(f"\n{common.machine()}, {args.dtype}, a prefix of {args.prefix} tokens, medians of {args.rounds} rounds")
     for streams, row in found.items():
         rates = ", ".join(f"{side} {rate:.1f}" for side, rate in row["tokens_per_second"].items())
