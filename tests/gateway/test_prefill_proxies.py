@@ -131,9 +131,23 @@ async def test_what_belongs_to_the_whole_answer(start: Any, path: str) -> None:
     assert front.client.requests[-1].sampling["min_tokens"] == 1
     for params in ({}, ANSWERED):
         assert (await front.post(path, {**body, "kv_transfer_params": params})).status_code == 400
-    streamed = await front.post(path, {**body, "stream": True, "max_tokens": 12})
-    assert streamed.status_code == 200 and '"usage":{' in streamed.text
-    assert front.client.requests[-1].sampling["min_tokens"] == 9
+    for stream in (True, "true"):
+        streamed = await front.post(path, {**body, "stream": stream, "max_tokens": 12})
+        assert streamed.status_code == 200 and '"usage":{' in streamed.text
+        assert front.client.requests[-1].sampling["min_tokens"] == 9
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("true", ["true", "True", "1", 1])
+async def test_a_prompt_for_another_server_in_other_spellings(start: Any, path: str, true: Any) -> None:
+    """Numbers and booleans of a body can be strings."""
+    front = await start(ok, strict=True)
+    left = {"min_tokens": "9", "max_tokens": "1", "stream_options": {"include_usage": True}, "stream": "false"}
+    body = {"model": "demo", **BODIES[path], **left, "kv_transfer_params": {"do_remote_decode": true}}
+    response = await front.post(path, body)
+    assert response.status_code == 200 and response.json()["kv_transfer_params"] == ANSWERED
+    assert front.client.requests[-1].sampling["min_tokens"] == 1
+    assert (await front.post(path, {**body, "kv_transfer_params": {"do_remote_decode": "false"}})).status_code == 400
 
 
 async def test_llm_ds_shared_storage(start: Any) -> None:
