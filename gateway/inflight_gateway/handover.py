@@ -43,7 +43,7 @@ _ASK_SECONDS = 5.0  # for it to tell what it serves
 
 
 async def num_addresses(address: str) -> int | None:
-    """Of the host of a `host:port`; None: nobody knows the name now."""
+    """Of the host of a `host:port`; None: the name cannot be resolved now."""
     host = address.rpartition(":")[0].strip("[]")
     with contextlib.suppress(OSError, UnicodeError):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -98,7 +98,7 @@ class PrefillTriton:
         return self._clock() - self._mismatches.get((model, adapter), float("-inf")) >= _MISMATCH_SECONDS
 
     async def facts(self, model: str) -> ServedModel | None:
-        """What it serves under this name, at most a second old; None: it does not serve the model.
+        """Its model of this name, as of at most a second ago; None: it does not serve it.
 
         Raises:
             InflightError: it cannot be reached, or does not answer.

@@ -50,7 +50,7 @@ class Prefill(Protocol):
         """Tokens of prompts before the next one; fewer than `queued` behind a name of several servers."""
 
     async def facts(self, model: str) -> ServedModel | None:
-        """What it serves under this name; None: nothing."""
+        """Its model of this name; None: it does not serve it."""
 
     def answered(self, model: str, adapter: str | None) -> None: ...
 

@@ -43,7 +43,7 @@ SECRET = {"kv": {"secret": {"name": "kv"}}}
 VALUES: dict[str, Any] = yaml.safe_load((ROOT / "tests/deploy/values/several/prefill.yaml").read_text())
 SMALLEST: dict[str, Any] = {"prefill": {"replicas": 1}, **SECRET}
 NAME = f"{FULLNAME}-prefill"
-# What a gateway compares of two Tritons, what KV depends on beside `KV_DECISIVE`, and what makes tokens of a request.
+# Compared by gateways, or decisive for KV beside `KV_DECISIVE`, or for the tokens of a prompt and an answer.
 DECIDE_ANSWERS = {
     *(
         "attention_backend",

@@ -154,7 +154,7 @@ async def as_the_sidecar(
 
 
 async def test_what_the_server_for_prompts_does_not_have_is_computed(fronts: tuple[str, str]) -> None:
-    """It was killed meanwhile, or has evicted the prompt; nobody connects to the address of a client."""
+    """It was killed meanwhile, or has evicted the prompt; the address of a client gets no connection."""
     with socket.create_server(("127.0.0.1", 0)) as theirs:
         theirs.setblocking(False)
         port = theirs.getsockname()[1]

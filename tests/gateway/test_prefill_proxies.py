@@ -72,7 +72,7 @@ async def test_a_prompt_that_another_server_continues(start: Any, path: str, nam
 @pytest.mark.parametrize("path", sorted(BODIES))
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_rest_of_it(start: Any, path: str, stream: bool) -> None:
-    """With addresses that some clients make up: nobody connects to one, and none reaches Triton."""
+    """With addresses that some clients make up: none of them gets a connection, or reaches Triton."""
     front = await start(ok, strict=True)
     plain = {"model": "demo", **BODIES[path], "stream": stream}
     await front.post(path, plain)
