@@ -25,7 +25,7 @@ RESPONSES = {"output_kind", "detokenize"}
 ADAPTER = {"lora_name"}
 # Options of the gateway's bodies that are no sampling parameters of the client.
 REQUEST_LEVEL = {"model", "stream", "stream_options", "user", "prompt_cache_key", "priority"} | {
-    *("best_of", "cache_salt", "request_id", "return_token_ids"),
+    *("best_of", "cache_salt", "kv_transfer_params", "request_id", "return_token_ids"),
 }
 
 

@@ -14,7 +14,7 @@ import logging
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from inflight_client import DeadlineExceededError, InflightError, ServerUnreachableError
@@ -30,7 +30,7 @@ from inflight_gateway.handover_policy import (
 )
 from inflight_gateway.handover_stream import HandoverStream, Outcome
 from inflight_gateway.options import GatewayOptions
-from inflight_gateway.upstream import AnyStream, AnyUpstream, ServedModel, Upstream
+from inflight_gateway.upstream import AnyStream, AnyUpstream, ServedModel, Upstream, text_inputs
 
 __all__ = ["HandoverUpstream", "PrefillTriton", "with_handover"]
 
@@ -42,13 +42,13 @@ _COUNTED_SECONDS = 5.0  # for which a name has so many addresses
 _ASK_SECONDS = 5.0  # for it to tell what it serves
 
 
-async def num_addresses(address: str) -> int:
-    """Of the host of a `host:port`; 1 if the name is not known."""
+async def num_addresses(address: str) -> int | None:
+    """Of the host of a `host:port`; None: the name cannot be resolved now."""
     host = address.rpartition(":")[0].strip("[]")
     with contextlib.suppress(OSError, UnicodeError):
         found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return len({where[0] for family, *_, where in found if family == found[0][0]})
-    return 1
+    return None
 
 
 class PrefillTriton:
@@ -60,7 +60,7 @@ class PrefillTriton:
         address: `host:port`; a name with several addresses is that of as many Tritons, which get prompts in turn.
         upstream: calls it; no call is repeated.
         clock: seconds.
-        count: addresses of a `host:port`.
+        count: addresses of a `host:port`; None: not known now, so the last number stays.
 
     Attributes:
         queued: tokens of prompts that it computes now, for this process.
@@ -71,7 +71,7 @@ class PrefillTriton:
         address: str,
         upstream: Upstream,
         clock: Callable[[], float] = time.monotonic,
-        count: Callable[[str], Awaitable[int]] = num_addresses,
+        count: Callable[[str], Awaitable[int | None]] = num_addresses,
     ) -> None:
         self.address = address
         self.upstream = upstream
@@ -80,7 +80,7 @@ class PrefillTriton:
         self._servers, self._counted = 1, float("-inf")
         self._counting: asyncio.Task[None] | None = None
         self._rest = Rest()
-        self._facts: dict[str, tuple[float, Mapping[str, Any]]] = {}
+        self._facts: dict[str, tuple[float, ServedModel | None]] = {}
         self._mismatches: dict[tuple[str, str | None], float] = {}
         self._told: set[tuple[str, str | None]] = set()
 
@@ -90,15 +90,15 @@ class PrefillTriton:
 
     @property
     def ahead(self) -> int:
-        """Tokens of prompts before the next one."""
+        """Tokens of prompts before the next one: of several servers, each has its share."""
         return self.queued // self._servers
 
     def may_serve(self, model: str, adapter: str | None) -> bool:
         """Whether it did not lack them a moment ago."""
         return self._clock() - self._mismatches.get((model, adapter), float("-inf")) >= _MISMATCH_SECONDS
 
-    async def facts(self, model: str) -> Mapping[str, Any]:
-        """As `AsyncClient.model_info`, at most a second old; empty: it does not serve the model.
+    async def facts(self, model: str) -> ServedModel | None:
+        """Its model of this name, as of at most a second ago; None: it does not serve it.
 
         Raises:
             InflightError: it cannot be reached, or does not answer.
@@ -106,20 +106,25 @@ class PrefillTriton:
         if self._clock() - self._counted >= _COUNTED_SECONDS and (self._counting is None or self._counting.done()):
             self._counted = self._clock()
             self._counting = asyncio.create_task(self._count_servers())  # a slow name server delays no prompt
-        asked, info = self._facts.get(model, (float("-inf"), {}))
+        asked, found = self._facts.get(model, (float("-inf"), None))
         if self._clock() - asked >= _FACTS_SECONDS:
             asked = self._clock()
-            try:
-                info = await self.upstream.client.model_info(model, timeout=_ASK_SECONDS)
-            except (ServerUnreachableError, DeadlineExceededError):
-                raise
-            except InflightError:  # no such model, it is not loaded, or of another backend
-                info = {}
-            self._facts[model] = asked, info
-        return info
+            found = await self._ask(model)
+            self._facts[model] = asked, found
+        return found
+
+    async def _ask(self, model: str) -> ServedModel | None:
+        client = self.upstream.client
+        try:
+            names = text_inputs(await client.metadata(model))
+            return names and ServedModel(model, *names, info=await client.model_info(model, timeout=_ASK_SECONDS))
+        except (ServerUnreachableError, DeadlineExceededError):
+            raise
+        except InflightError:  # no such model, it is not loaded, or of another backend
+            return None
 
     async def _count_servers(self) -> None:
-        self._servers = await self._count(self.address)
+        self._servers = await self._count(self.address) or self._servers
 
     async def close(self) -> None:
         if self._counting is not None:

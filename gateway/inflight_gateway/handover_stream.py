@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Literal, Protocol
 
 from inflight_client import GenerationResult, InflightError, RequestCancelledError, StreamChunk, UnavailableError
 from inflight_client.errors import DeadlineExceededError, InvalidRequestError, ServerUnreachableError
@@ -45,8 +45,12 @@ class Prefill(Protocol):
     upstream: Upstream
     queued: int
 
-    async def facts(self, model: str) -> Mapping[str, Any]:
-        """As `AsyncClient.model_info`; empty: it does not serve the model."""
+    @property
+    def ahead(self) -> int:
+        """Tokens of prompts before the next one; fewer than `queued` behind a name of several servers."""
+
+    async def facts(self, model: str) -> ServedModel | None:
+        """Its model of this name; None: it does not serve it."""
 
     def answered(self, model: str, adapter: str | None) -> None: ...
 
@@ -172,7 +176,7 @@ class HandoverStream:
         return found
 
     async def _prefilled(self, prefill: Prefill, model: ServedModel) -> tuple[Outcome, _Begun]:
-        tokens, computed = prefill.queued + self._prompt.tokens, self._prompt.tokens - self._prompt.cached
+        tokens, computed = prefill.ahead + self._prompt.tokens, self._prompt.tokens - self._prompt.cached
         limit, left = self._costs.patience(time.monotonic(), tokens), self._left()
         if left is not None:
             limit = min(limit, left * _SHARE)
@@ -210,10 +214,11 @@ class HandoverStream:
         return outcome, (None, self.request)
 
     async def _first_token(self, prefill: Prefill, model: ServedModel) -> _Begun:
-        if not _is_same(model, await prefill.facts(model.name), self.request.adapter):
+        theirs = await prefill.facts(model.name)
+        if theirs is None or not _is_same(model, theirs, self.request.adapter):
             raise _Mismatch
         self._check_cancelled()
-        sent, says_checkpoint = time.monotonic(), _says_checkpoint(model)
+        sent, says_checkpoint = time.monotonic(), _says_checkpoint(theirs)
         asked = self.request.changed(stream=True, timeout=self._left(), return_checkpoint_id=says_checkpoint)
         self._stream = stream = prefill.upstream.send(asked)
         async for chunk in stream:
@@ -268,15 +273,18 @@ class HandoverStream:
 
 
 def _says_checkpoint(model: ServedModel) -> bool:
-    """Whether each response can name its checkpoint: a `config.pbtxt` of an older release lists no such tensors."""
+    """Whether each of its responses can name its checkpoint.
+
+    A Triton refuses an input that its `config.pbtxt` does not list, such as one of an older release.
+    """
     return "return_checkpoint_id" in model.inputs and "checkpoint_id" in model.outputs
 
 
-def _is_same(model: ServedModel, other: Mapping[str, Any], adapter: str | None) -> bool:
+def _is_same(model: ServedModel, other: ServedModel, adapter: str | None) -> bool:
     """Whether another Triton serves the same checkpoint, and the same adapter, with the same version and limit."""
-    facts, adapters = ("checkpoint_id", "version", "max_model_len"), other.get("adapters") or {}
+    facts = ("checkpoint_id", "version", "max_model_len")
     return (
         model.info.get("checkpoint_id") is not None
-        and all(model.info.get(name) == other.get(name) for name in facts)
-        and (adapter is None or (adapter in model.adapters and model.adapters[adapter] == adapters.get(adapter)))
+        and all(model.info.get(name) == other.info.get(name) for name in facts)
+        and (adapter is None or (adapter in model.adapters and model.adapters[adapter] == other.adapters.get(adapter)))
     )

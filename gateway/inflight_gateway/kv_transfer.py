@@ -11,12 +11,13 @@ https://docs.vllm.ai/en/latest/features/disagg_prefill.html
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 __all__ = ["KVTransferParams", "for_another_server", "transfer_answer"]
 
+_T = TypeVar("_T")
 _LIMITS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
@@ -38,13 +39,23 @@ def for_another_server(body: dict[str, Any], value: Any, say: Callable[[str], No
     Some proxies leave them as they are beside the one token and the missing stream.
     """
     body["kv_transfer_params"] = value
-    if not (isinstance(value, dict) and value.get("do_remote_decode") is True):
+    params = _read(value, KVTransferParams)
+    if params is None or not params.do_remote_decode:
         return
-    if body.get("stream") is not True:
+    if not _read(body.get("stream"), bool):
         body.pop("stream_options", None)
-    limits = [body[name] for name in _LIMITS if type(body.get(name)) is int]
-    if limits and type(body.get("min_tokens")) is int:
-        body["min_tokens"] = min(body["min_tokens"], *limits)
+    limits = [limit for name in _LIMITS if (limit := _read(body.get(name), int)) is not None]
+    least = _read(body.get("min_tokens"), int)
+    if limits and least is not None:
+        body["min_tokens"] = min(least, *limits)
+
+
+def _read(value: Any, kind: type[_T]) -> _T | None:
+    """Numbers and booleans can be strings, as in all bodies.  None: it is something else, and the body is refused."""
+    try:
+        return msgspec.convert(value, kind, strict=False)
+    except msgspec.ValidationError:
+        return None
 
 
 def transfer_answer(params: KVTransferParams | None) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from typing import Any
 
 import helm_python
+import msgspec
 import pytest
 import typer
 import yaml
@@ -32,6 +34,7 @@ from charts import (
 )
 
 from inflight.config import EngineConfig
+from inflight.loading.saved.kv_identity import KV_DECISIVE
 from inflight.runner.stores.peer_address import expect_private, host_and_port
 from inflight_gateway.options import GatewayOptions
 from inflight_tools.gateway import gateway as gateway_command
@@ -40,6 +43,22 @@ SECRET = {"kv": {"secret": {"name": "kv"}}}
 VALUES: dict[str, Any] = yaml.safe_load((ROOT / "tests/deploy/values/several/prefill.yaml").read_text())
 SMALLEST: dict[str, Any] = {"prefill": {"replicas": 1}, **SECRET}
 NAME = f"{FULLNAME}-prefill"
+# Compared by gateways, or decisive for KV beside `KV_DECISIVE`, or for the tokens of a prompt and an answer.
+DECIDE_ANSWERS = {
+    *(
+        "attention_backend",
+        "device",
+        "dtype",
+        "head_bits",
+        "hf_overrides",
+        "max_model_len",
+        "model",
+        "revision",
+        "seed",
+    ),
+    *("chat_template", "default_max_tokens", "exclude_input_in_output", "generation_config", "tokenizer"),
+    *("tenant_header", "tokenizer_revision", "trust_request_chat_template", "wire_format"),
+}
 FOUND = {"most": render(VALUES), "least": render(SMALLEST)}
 each = pytest.mark.parametrize("case", FOUND)
 
@@ -132,6 +151,7 @@ def test_tiers_and_settings_of_all_pods_stay() -> None:
     assert read.kv_tiers[0].size == "32GiB" and read.kv_tiers[1] == reader.kv_tiers[0]
     assert (read.max_model_len, reader.max_model_len, read.max_num_seqs) == (16384, 16384, 4)
     assert (read.max_num_batched_tokens, reader.max_num_batched_tokens) == (8192, 1_000_000)
+    assert (read.kv_cache_memory, reader.kv_cache_memory) == ("32GiB", 8_000_000_000), "under two names"
     own = {**SMALLEST, "model": {"settings": {"kv_tiers": [{"type": "host", "size": "7GiB"}]}}}
     found = render(own)
     assert [tier.size for tier in config(found, NAME).kv_tiers] == ["7GiB"], "it serves that one"
@@ -142,7 +162,7 @@ def test_tiers_and_settings_of_all_pods_stay() -> None:
 def test_gateways_hand_prompts_over_to_pods_of_the_same_version(case: str) -> None:
     found = FOUND[case]
     given = options(found)
-    assert given["handover"] == {"most": "2048", "least": "auto"}[case]
+    assert given["handover"] == {"most": "1048576", "least": "auto"}[case]
     (address,) = given["prefill_triton"]
     GatewayOptions(triton=tuple(given["triton"]), prefill_triton=(address,), handover=given["handover"])
     assert behind_prefill(address, found) == [prompts(found)]
@@ -184,7 +204,7 @@ def test_pods_for_prompts_are_as_the_others_but_for_their_values() -> None:
     assert set(containers(workload)) == {"triton"} and set(containers(others)) == {"triton", "gateway"}
     mine, theirs = (containers(one)["triton"] for one in (workload, others))
     assert mine["resources"]["limits"] == {"memory": "64Gi", "nvidia.com/gpu": 1}
-    assert theirs["resources"]["limits"] == {"memory": "8Gi"}
+    assert theirs["resources"]["limits"] == {"memory": "8Gi", "nvidia.com/gpu": 1}
     for key in ("image", "env", "lifecycle", "readinessProbe", "startupProbe", "livenessProbe", "securityContext"):
         assert mine[key] == theirs[key] or key == "env", key  # a claim for each replica keeps packed weights
     spec, other = (pod(one)["spec"] for one in (workload, others))
@@ -216,13 +236,22 @@ def test_handover_can_be_off() -> None:
     assert options(render({**SECRET, "prefill": {"replicas": 1, "handover": 0}}))["handover"] == "0"
 
 
+def with_settings(**settings: Any) -> dict[str, Any]:
+    return {**SECRET, "prefill": {"replicas": 1, "settings": settings}}
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prefill": {"replicas": 1}}, "kv.secret.name must name a Secret"),
     ({**copy.deepcopy(MODELS), **SMALLEST}, "install a release for each model"),
     ({**SMALLEST, "model": {"settings": {"kv_listen": "0.0.0.0:7090"}}}, "prefill.replicas sets this key"),
     ({**SMALLEST, "model": {"settings": {"enable_prefix_caching": False}}}, "no request would use the KV"),
-    ({**SECRET, "prefill": {"replicas": 1, "settings": {"dtype": "float32"}}}, "or their KV is not read"),
-    ({**SECRET, "prefill": {"replicas": 1, "settings": {"kv_tiers": []}}}, "the chart sets this key"),
+    ({**SMALLEST, "model": {"settings": {"kv_offloading_size": 4}}}, r"write kv_tiers: \[\{type: host, size: 4GiB\}\]"),
+    (with_settings(kv_offloading_size=4), "see prefill.kvSize"),
+    (with_settings(kv_tiers=[]), "the chart sets this key"),
+    (with_settings(dtype="float32"), "or their KV is not read"),
+    (with_settings(chat_template="x"), "or answers change .* These can differ: admission, .* watermark"),
+    ({**SECRET, "prefill": {"replicas": 1, "server": {"gpus": 1}}}, "prefill.server.gpus=1 with server.gpus=0"),
+    ({**SECRET, "prefill": {"replicas": 1, "server": {"gpus": 0}}, "server": {"gpus": 1}}, "give both kinds of pods"),
 ]
 
 
@@ -230,6 +259,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_what_could_hand_nothing_over_is_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(helm_python.HelmError, match=said):
         render(values)
+
+
+def test_settings_that_can_differ_change_neither_answers_nor_kv() -> None:
+    template = (CHART / "templates/_helpers.tpl").read_text()
+    (listed,) = re.findall(r'define "inflight.prefillKeys" -\}\}(.*?)\{\{- end', template, re.DOTALL)
+    can_differ = listed.split()
+    assert {*can_differ} <= {*EngineConfig.__struct_fields__} and sorted(can_differ) == can_differ
+    assert {*can_differ}.isdisjoint({*KV_DECISIVE, *DECIDE_ANSWERS})
+    defaults = msgspec.to_builtins(EngineConfig(model="x"))
+    render(with_settings(**{key: defaults[key] for key in can_differ if defaults[key] is not None}))
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,16 @@ vllm-router is the real program.  llm-d's sidecar, which is written in Go, is pl
 from __future__ import annotations
 
 import contextlib
+import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from model_entries import killed_at_the_end, loaded, write_entry
-from replicas import Answer, Process, gateway, until
+from replicas import Answer, Process, gateway
 from tier_load import conversation
 from wire import gauges
 
@@ -48,6 +49,15 @@ def requests(seed: int) -> list[tuple[str, dict[str, Any]]]:
         (CHAT, {"messages": first, "seed": 9, "max_completion_tokens": 24, "ignore_eos": True}),
         (CHAT, {"messages": second, "temperature": 0.7, "seed": 3, "n": 2, **OUTPUT}),
     ]
+
+
+def rounds(first: int, done: Callable[[], bool]) -> Iterator[int]:
+    """Seeds, until `done`: whether an engine reads KV is up to what it measures."""
+    for seed in range(first, first + 50):
+        yield seed
+        if done():
+            return
+    raise AssertionError("no KV was read")
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +115,11 @@ async def test_vllm_router(
     before = hits(decoding)
     with router(*fronts) as url:
         async with httpx.AsyncClient(timeout=120) as http:
-            for path, body in requests(1 + stream):
-                body = {"model": MODEL, **body}
-                found = await ask(http, url, path, body, stream)
-                assert found == await ask(http, fronts[1], path, body, stream)
-    await until(lambda: hits(decoding) > before)
+            for seed in rounds(100 + 100 * stream, lambda: hits(decoding) > before):
+                for path, body in requests(seed):
+                    body = {"model": MODEL, **body}
+                    found = await ask(http, url, path, body, stream)
+                    assert found == await ask(http, fronts[1], path, body, stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -117,35 +127,46 @@ async def test_llm_ds_sidecar(fronts: tuple[str, str], decoding: TritonServer, s
     """Its protocol nixlv2, and its shared storage, which needs no parameters."""
     before = hits(decoding)
     async with httpx.AsyncClient(timeout=120) as http:
-        for number, (path, body) in enumerate(requests(3 + stream)):
-            body = {"model": MODEL, **body}
-            if number % 2:
-                prompt = {**body, "max_tokens": 1, "max_completion_tokens": 1, "cache_hit_threshold": 0}
-                prompt.pop("min_tokens", None)  # it sends what Triton refuses, as vLLM does
-                rest = {**body, "cache_hit_threshold": 0}
-            else:
-                limits = dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), 1)
-                asked = {"do_remote_decode": True, "do_remote_prefill": False, **NOWHERE}
-                prompt = {**body, **limits, "stream": False, "kv_transfer_params": asked}
-                rest = dict(body)
-            found = await http.post(fronts[0] + path, json=prompt)
-            assert found.status_code == 200, found.text
-            if not number % 2:
-                rest["kv_transfer_params"] = found.json()["kv_transfer_params"]
-            answer = await ask(http, fronts[1], path, rest, stream)
-            assert answer == await ask(http, fronts[1], path, body, stream)
-    await until(lambda: hits(decoding) > before)
+        for seed in rounds(300 + 100 * stream, lambda: hits(decoding) > before):
+            for number, (path, body) in enumerate(requests(seed)):
+                await as_the_sidecar(http, fronts, path, {"model": MODEL, **body}, stream, shares=bool(number % 2))
+
+
+async def as_the_sidecar(
+    http: httpx.AsyncClient, fronts: tuple[str, str], path: str, body: dict[str, Any], stream: bool, shares: bool
+) -> None:
+    """Send a prompt, and what is left of the answer, which is that of one server."""
+    if shares:
+        prompt = {**body, "max_tokens": 1, "max_completion_tokens": 1, "cache_hit_threshold": 0}
+        prompt.pop("min_tokens", None)  # it sends what Triton refuses, as vLLM does
+        rest = {**body, "cache_hit_threshold": 0}
+    else:
+        limits = dict.fromkeys(("max_tokens", "max_completion_tokens", "min_tokens"), 1)
+        asked = {"do_remote_decode": True, "do_remote_prefill": False, **NOWHERE}
+        prompt = {**body, **limits, "stream": False, "kv_transfer_params": asked}
+        rest = dict(body)
+    found = await http.post(fronts[0] + path, json=prompt)
+    assert found.status_code == 200, found.text
+    if not shares:
+        rest["kv_transfer_params"] = found.json()["kv_transfer_params"]
+    answer = await ask(http, fronts[1], path, rest, stream)
+    assert answer == await ask(http, fronts[1], path, body, stream)
 
 
 async def test_what_the_server_for_prompts_does_not_have_is_computed(fronts: tuple[str, str]) -> None:
-    """It was killed meanwhile, or has evicted the prompt; addresses of a client lead nowhere."""
-    params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": 1, "remote_block_ids": [1]}
-    async with httpx.AsyncClient(timeout=120) as http:
-        path, body = requests(5)[0]
-        body = {"model": MODEL, **body}
-        found = (await http.post(fronts[1] + path, json={**body, "kv_transfer_params": params})).json()
-        assert not (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
-        assert found["choices"] == (await ask(http, fronts[1], path, body, False))[0]
+    """It was killed meanwhile, or has evicted the prompt; the address of a client gets no connection."""
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        theirs.setblocking(False)
+        port = theirs.getsockname()[1]
+        params = {"do_remote_prefill": True, "remote_host": "127.0.0.1", "remote_port": port, "remote_block_ids": [1]}
+        async with httpx.AsyncClient(timeout=120) as http:
+            path, body = requests(500)[0]
+            body = {"model": MODEL, **body}
+            found = (await http.post(fronts[1] + path, json={**body, "kv_transfer_params": params})).json()
+            assert not (found["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
+            assert found["choices"] == (await ask(http, fronts[1], path, body, False))[0]
+        with pytest.raises(BlockingIOError):  # no connection waits
+            theirs.accept()
 
 
 async def ask(http: httpx.AsyncClient, url: str, path: str, body: dict[str, Any], stream: bool) -> Any:

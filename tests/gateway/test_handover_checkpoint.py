@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scripted_client import INPUTS, ScriptedClient
 
-from inflight_client import ChoiceDelta, StreamChunk
+from inflight_client import ChoiceDelta, InvalidRequestError, StreamChunk
 from inflight_client.request import GenerationRequest
 from inflight_gateway.handover import HandoverUpstream, PrefillTriton
 from inflight_gateway.options import GatewayOptions
@@ -23,17 +23,21 @@ class NamingClient(ScriptedClient):
 
     Attributes:
         loaded: the checkpoint that answers.
+        outputs: names of the model's outputs.
     """
 
     def __init__(self, parts: Iterable[str], loaded: str | None = MINE, ends: bool = True) -> None:
         super().__init__(self._chunks)
         self.parts, self.loaded, self.ends = list(parts), loaded, ends
         self.inputs = {"demo": (*INPUTS, "return_checkpoint_id")}
+        self.outputs = ["text_output", "checkpoint_id"]
 
     async def metadata(self, model: str) -> dict[str, Any]:
-        return await super().metadata(model) | {"outputs": [{"name": "text_output"}, {"name": "checkpoint_id"}]}
+        return await super().metadata(model) | {"outputs": [{"name": name} for name in self.outputs]}
 
     def _chunks(self, request: GenerationRequest) -> Iterable[Any]:
+        if request.return_checkpoint_id and not self._lists_tensors():
+            yield InvalidRequestError("unexpected inference input 'return_checkpoint_id' for model 'demo'")
         told = self.loaded if request.return_checkpoint_id else None
         parts = self.parts[1:] if request.resume_token_ids else self.parts
         for number, part in enumerate(parts):
@@ -41,6 +45,16 @@ class NamingClient(ScriptedClient):
             yield StreamChunk([ChoiceDelta(0, part, [7], 1, reason)], 300, 0, checkpoint_id=told)
         if not self.ends:
             yield asyncio.Event()  # it would go on
+
+    def _lists_tensors(self) -> bool:
+        return "return_checkpoint_id" in self.inputs["demo"] and "checkpoint_id" in self.outputs
+
+    def forget_tensors(self, lacks: str) -> None:
+        """As with a `config.pbtxt` that does not list them."""
+        if lacks == "inputs":
+            self.inputs["demo"] = INPUTS
+        else:
+            self.outputs.remove("checkpoint_id")
 
 
 class Pair:
@@ -86,14 +100,16 @@ async def test_a_response_that_does_not_say_its_checkpoint_counts_as_another_one
 
 
 @pytest.mark.parametrize("lacks", ["inputs", "outputs"])
-async def test_tritons_without_these_tensors_are_compared_by_what_they_told(
-    lacks: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An input that a `config.pbtxt` does not list would be refused."""
+async def test_a_triton_without_these_tensors_is_judged_by_what_it_told(lacks: str) -> None:
     pair = Pair(NamingClient("A", None, ends=False))
-    if lacks == "inputs":
-        pair.decode.inputs["demo"] = INPUTS
-    else:
-        monkeypatch.setattr(NamingClient, "metadata", ScriptedClient.metadata)
+    pair.prefills[0].forget_tensors(lacks)
     assert await pair.text() == "ABC" and pair.outcomes == ["handed_over"]
     assert not pair.prefills[0].requests[0].return_checkpoint_id
+
+
+@pytest.mark.parametrize("lacks", ["inputs", "outputs"])
+async def test_the_triton_that_generates_need_not_have_them(lacks: str) -> None:
+    pair = Pair(NamingClient("x", OTHER, ends=False), NamingClient("A", ends=False))
+    pair.decode.forget_tensors(lacks)
+    assert await pair.text() == "ABC" and pair.outcomes == ["handed_over"]
+    assert [len(one.requests) for one in pair.prefills] == [1, 1], "the first one said that it has another checkpoint"

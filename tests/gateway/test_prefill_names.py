@@ -13,6 +13,7 @@ from scripted_client import ScriptedClient, text
 from inflight_client.connection import Connection
 from inflight_client.request import GenerationRequest
 from inflight_gateway.handover import HandoverUpstream, PrefillTriton, num_addresses, with_handover
+from inflight_gateway.handover_policy import Costs
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
 
@@ -94,8 +95,48 @@ async def test_auto_counts_the_queue_of_one_server(servers: int, handed_over: bo
     assert bool(getattr(stream, "_prefills", ())) is handed_over
 
 
+async def test_a_name_that_is_not_known_for_a_while_keeps_its_number() -> None:
+    now, counts = 0.0, [4, None, 2]
+
+    async def count(_: str) -> int | None:
+        return counts.pop(0)
+
+    prefill = PrefillTriton("prompts:1", upstream(), lambda: now, count)
+    prefill.queued = 1200
+    for expected in (300, 300, 600):
+        await prefill.facts("demo")
+        await asyncio.sleep(0)
+        assert prefill.ahead == expected
+        now += 5.0
+    assert not counts
+    await prefill.close()
+
+
+async def test_the_patience_is_for_the_queue_of_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited_for: list[int] = []
+
+    def patience(self: Costs, now: float, tokens: int) -> float:
+        waited_for.append(tokens)
+        return 60.0
+
+    async def count(_: str) -> int:
+        return 4
+
+    monkeypatch.setattr(Costs, "patience", patience)
+    prefill = PrefillTriton("prompts:1", upstream(), count=count)
+    await prefill.facts("demo")
+    await asyncio.sleep(0)
+    prefill.queued = 4000
+    both = HandoverUpstream(upstream(), [prefill], "100")
+    request = GenerationRequest.build(None, None, list(range(300)), {}, model="demo", timeout=None)
+    assert [chunk.text async for chunk in both.send(request)] == ["a"]
+    assert waited_for == [1300] and prefill.queued == 4000
+    await prefill.close()
+
+
 async def test_addresses_of_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert await num_addresses("127.0.0.1:1") == await num_addresses("[::1]:1") == await num_addresses("a..b:1") == 1
+    assert await num_addresses("127.0.0.1:1") == await num_addresses("[::1]:1") == 1
+    assert await num_addresses("a..b:1") is None, "no name"
 
     def found(*_: Any, **__: Any) -> Any:
         tcp = socket.AF_INET, socket.SOCK_STREAM, 6, ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -71,24 +72,28 @@ async def test_a_prompt_that_another_server_continues(start: Any, path: str, nam
 @pytest.mark.parametrize("path", sorted(BODIES))
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_rest_of_it(start: Any, path: str, stream: bool) -> None:
-    """With addresses that some clients make up: none of them is called, or reaches Triton."""
+    """With addresses that some clients make up: none of them gets a connection, or reaches Triton."""
     front = await start(ok, strict=True)
     plain = {"model": "demo", **BODIES[path], "stream": stream}
     await front.post(path, plain)
-    hostile = {
-        **ANSWERED,
-        "remote_host": "169.254.169.254",
-        "remote_port": 80,
-        "remote_block_ids": [[1, 2], ["x"]],
-        "remote_hosts": ["http://127.0.0.1:1/"],
-        "transfer_mode": "push",
-    }
-    for given in (ANSWERED, hostile, {}, {"remote_prefiller": {"kv_request_id": "1", "remote_host": "127.0.0.1"}}):
-        response = await front.post(path, {**plain, "kv_transfer_params": given})
-        assert response.status_code == 200 and "x-inflight-warning" not in response.headers
-        assert "kv_transfer_params" not in response.text and "169.254" not in response.text
-        first, last = front.client.requests[0], front.client.requests[-1]
-        assert (last.sampling, last.chat, last.resume_token_ids) == (first.sampling, first.chat, None)
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        theirs.setblocking(False)
+        address = {"remote_host": "127.0.0.1", "remote_port": theirs.getsockname()[1]}
+        hostile = {
+            **ANSWERED,
+            **address,
+            "remote_block_ids": [[1, 2], ["x"]],
+            "remote_hosts": [f"http://127.0.0.1:{address['remote_port']}/"],
+            "transfer_mode": "push",
+        }
+        for given in (ANSWERED, hostile, {}, {"remote_prefiller": {"kv_request_id": "1", **address}}):
+            response = await front.post(path, {**plain, "kv_transfer_params": given})
+            assert response.status_code == 200 and "x-inflight-warning" not in response.headers
+            assert "kv_transfer_params" not in response.text and "127.0.0.1" not in response.text
+            first, last = front.client.requests[0], front.client.requests[-1]
+            assert (last.sampling, last.chat, last.resume_token_ids) == (first.sampling, first.chat, None)
+        with pytest.raises(BlockingIOError):  # no connection waits
+            theirs.accept()
 
 
 @pytest.mark.parametrize("path", sorted(BODIES))
@@ -131,9 +136,23 @@ async def test_what_belongs_to_the_whole_answer(start: Any, path: str) -> None:
     assert front.client.requests[-1].sampling["min_tokens"] == 1
     for params in ({}, ANSWERED):
         assert (await front.post(path, {**body, "kv_transfer_params": params})).status_code == 400
-    streamed = await front.post(path, {**body, "stream": True, "max_tokens": 12})
-    assert streamed.status_code == 200 and '"usage":{' in streamed.text
-    assert front.client.requests[-1].sampling["min_tokens"] == 9
+    for stream in (True, "true"):
+        streamed = await front.post(path, {**body, "stream": stream, "max_tokens": 12})
+        assert streamed.status_code == 200 and '"usage":{' in streamed.text
+        assert front.client.requests[-1].sampling["min_tokens"] == 9
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("true", ["true", "True", "1", 1])
+async def test_a_prompt_for_another_server_in_other_spellings(start: Any, path: str, true: Any) -> None:
+    """Numbers and booleans of a body can be strings."""
+    front = await start(ok, strict=True)
+    left = {"min_tokens": "9", "max_tokens": "1", "stream_options": {"include_usage": True}, "stream": "false"}
+    body = {"model": "demo", **BODIES[path], **left, "kv_transfer_params": {"do_remote_decode": true}}
+    response = await front.post(path, body)
+    assert response.status_code == 200 and response.json()["kv_transfer_params"] == ANSWERED
+    assert front.client.requests[-1].sampling["min_tokens"] == 1
+    assert (await front.post(path, {**body, "kv_transfer_params": {"do_remote_decode": "false"}})).status_code == 400
 
 
 async def test_llm_ds_shared_storage(start: Any) -> None:

@@ -13,7 +13,13 @@
     {{- with .Values.prefill }}
     {{- if .replicas }}
     - --prefill-triton={{ include "inflight.peersHost" $ }}.{{ include "inflight.fullname" $ }}-prefill:8001
-    - --handover={{ ternary "off" (toString .handover) (kindIs "bool" .handover) }}
+    {{- if kindIs "string" .handover }}
+    - --handover={{ .handover }}
+    {{- else if kindIs "bool" .handover }}
+    - --handover=off
+    {{- else }}
+    - --handover={{ int64 .handover }}
+    {{- end }}
     {{- end }}
     {{- end }}
     {{- if .Values.endpointPicker.enabled }}

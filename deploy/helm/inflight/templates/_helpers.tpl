@@ -154,6 +154,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- $tiers := $settings.kv_tiers | default list }}
 {{- with .Values.prefill }}
 {{- if $.decode }}
+{{- if hasKey .settings "kv_cache_memory" }}
+{{- $settings = omit $settings "kv_cache_memory_bytes" }}
+{{- end }}
 {{- $settings = mergeOverwrite $settings (deepCopy .settings) }}
 {{- $_ := set $settings "kv_listen" (printf "0.0.0.0:%d" (int .port)) }}
 {{- $types := list }}
@@ -287,6 +290,14 @@ v{{ include "inflight.peers" . }}
 {{- end }}
 {{- end }}
 
+{{/* Keys of model.json that may differ in pods for prompts: of scheduling, memory and queues.  They change neither answers nor KV. */}}
+{{- define "inflight.prefillKeys" -}}
+admission async_scheduling cpu_threads gpu_memory_utilization itl_target_ms kv_cache_memory
+long_prefill_token_threshold max_long_partial_prefills max_num_batched_tokens max_num_partial_prefills
+max_num_seqs max_queue_size num_gpu_blocks_override preemption_mode preemption_victim priority_classes
+scheduling_policy shared_step_rows shed_on_predicted_wait short_prompt_share swap_space tenants watermark
+{{- end }}
+
 {{/* Pods for prompts that could give no KV to the others. */}}
 {{- define "inflight.checkPrefill" -}}
 {{- $v := .Values }}
@@ -300,13 +311,21 @@ v{{ include "inflight.peers" . }}
 {{- if eq (toString $v.model.settings.enable_prefix_caching) "false" }}
 {{- fail "model.settings.enable_prefix_caching=false: no request would use the KV of prefill.replicas; leave it out" }}
 {{- end }}
-{{- range $key, $value := $v.prefill.settings }}
-{{- if has $key (list "block_size" "dtype" "hf_overrides" "kv_cache_dtype" "load_format" "max_model_len" "quantization") }}
-{{- fail (printf "prefill.settings.%s: the pods for prompts need the same as the others, or their KV is not read; set it in model.settings" $key) }}
+{{- if hasKey $v.model.settings "kv_offloading_size" }}
+{{- fail "model.settings.kv_offloading_size: prefill.replicas adds to kv_tiers, which is the same option; write kv_tiers: [{type: host, size: 4GiB}] instead" }}
 {{- end }}
-{{- if has $key (list "enable_lora" "enable_prefix_caching" "kv_listen" "kv_store_secret_file" "kv_tiers" "model" "revision" "drain_timeout") }}
-{{- fail (printf "prefill.settings.%s: the chart sets this key, or it is in model.settings for all pods" $key) }}
+{{- $canDiffer := regexSplit "\\s+" (include "inflight.prefillKeys" .) -1 }}
+{{- range $key, $_ := $v.prefill.settings }}
+{{- if has $key (list "drain_timeout" "enable_lora" "kv_listen" "kv_offloading_size" "kv_store_secret_file" "kv_tiers" "model" "revision") }}
+{{- fail (printf "prefill.settings.%s: the chart sets this key, or it is in model.settings for all pods; see prefill.kvSize and prefill.port" $key) }}
+{{- else if not (has $key $canDiffer) }}
+{{- fail (printf "prefill.settings.%s: the pods for prompts need the same as the others, or answers change or their KV is not read; set it in model.settings. These can differ: %s" $key (join ", " $canDiffer)) }}
 {{- end }}
+{{- end }}
+{{- $gpus := int $v.server.gpus }}
+{{- $promptGpus := ternary (int $v.prefill.server.gpus) $gpus (hasKey $v.prefill.server "gpus") }}
+{{- if ne (eq $gpus 0) (eq $promptGpus 0) }}
+{{- fail (printf "prefill.server.gpus=%d with server.gpus=%d: KV of a GPU is not read on a CPU, nor the other way round; give both kinds of pods GPUs, or neither" $promptGpus $gpus) }}
 {{- end }}
 {{- end }}
 {{- end }}
