@@ -315,11 +315,18 @@ def test_while_an_address_is_taken_batches_do_not_try_it_and_a_new_error_is_told
 
 
 def through(engine: ZmqPublisher) -> None:
-    """Wait for a turn of the thread; it has ended once the next one has begun."""
-    for _ in range(2):
-        reached = threading.Event()
-        assert engine.put([Probe(reached)])
-        assert reached.wait(SECONDS / 1000)
+    """Wait until a turn of the thread has begun and ended."""
+    reached, ended, poller = threading.Event(), threading.Event(), engine._poller
+
+    def before_the_next() -> Any:
+        ended.set()
+        return poller()
+
+    assert engine.put([Probe(reached)])
+    assert reached.wait(SECONDS / 1000)
+    with mock.patch.object(engine, "_poller", before_the_next):
+        assert engine.put([removed()])
+        assert ended.wait(SECONDS / 1000)
 
 
 def test_ten_quick_subscriptions_cost_two_snapshots(endpoint):
