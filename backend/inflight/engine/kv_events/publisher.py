@@ -53,7 +53,7 @@ class _Closing(Exception):
 
 
 class _Answer:
-    """What an asker has yet to get, as numbers and payloads, and until when it may have no room for more."""
+    """The rest of an answer, as numbers and payloads, and until when its asker may have no room for more."""
 
     def __init__(self, messages: Sequence[tuple[bytes, bytes]], until: float) -> None:
         self.messages = deque(messages)
