@@ -32,7 +32,7 @@ from inflight.frontend import triton as bridge
 from inflight.frontend.adapters.loader import AdapterLoader
 from inflight.frontend.adapters.peers import AdapterPeers
 from inflight.frontend.chat.chat_template import ChatTemplate
-from inflight.frontend.engine_client.device_placement import engine_rank, num_sharing, placement
+from inflight.frontend.engine_client.device_placement import engine_rank, num_engines, num_sharing, placement
 from inflight.frontend.engine_client.shared_engine import find_group
 from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.errors import RequestError
@@ -87,7 +87,8 @@ class TritonPythonModel:
         check_model_json_trust(config, model_dir, args["model_name"])
         kind, device_id = args["model_instance_kind"], int(args["model_instance_device_id"])
         rank = engine_rank(model_config, kind, device_id)
-        config, env = placement(config, kind, device_id, os.environ.get("CUDA_VISIBLE_DEVICES"), rank)
+        visible, engines = os.environ.get("CUDA_VISIBLE_DEVICES"), num_engines(model_config)
+        config, env = placement(config, kind, device_id, visible, rank, engines)
         if config.download_dir is not None:  # before the hub's library is imported, here and in the engine process
             os.environ["HF_HUB_CACHE"] = config.download_dir
         self._adapter_metrics: AdapterMetrics | None = None

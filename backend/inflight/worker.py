@@ -106,13 +106,14 @@ def _load(owner: Frontend, config: EngineConfig, heartbeat: Heartbeat) -> tuple[
         prefetch(config)
         import_torch()
     from inflight.engine.assembly import make_core
-    from inflight.engine.kv_events.kv_events import make_kv_events
+    from inflight.engine.kv_events.kv_events import expect_kv_events, make_kv_events
     from inflight.loading.load_errors import LoadError
     from inflight.runner.pipeline import make_runner, placed
 
     gc.freeze()  # what imports have made stays, and to look for garbage in it takes 0.15 s
     try:
         config = placed(config)
+        expect_kv_events(config)
         runner = make_runner(config)
         kv_events = make_kv_events(config)
     except (ConfigError, LoadError) as error:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,8 +13,10 @@ from inflight.kv_events_config import KVEventsConfig
 
 
 @contextmanager
-def publishing(endpoint: str, block_size: int = 4, **options: Any) -> Iterator[ZmqPublisher]:
-    made = ZmqPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options), block_size)
+def publishing(
+    endpoint: str, block_size: int = 4, clock: Callable[[], float] = time.monotonic, **options: Any
+) -> Iterator[ZmqPublisher]:
+    made = ZmqPublisher(KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, **options), block_size, clock)
     try:
         yield made
     finally:

@@ -22,7 +22,7 @@ from inflight.engine.attached import Attached
 from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
-from inflight.engine.kv_events.kv_events import KVEvents, make_kv_events
+from inflight.engine.kv_events.kv_events import KVEvents, expect_kv_events, make_kv_events
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
@@ -138,9 +138,15 @@ class LocalEngine:
         self.defaults = SamplingParams(
             **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
+        expect_kv_events(self.config)
         self._runner = make_runner(self.config)
-        self._kv_events = make_kv_events(self.config)
-        self.core, self.trace = self._new_core()
+        self._kv_events: KVEvents | None = None
+        try:
+            self._kv_events = make_kv_events(self.config)
+            self.core, self.trace = self._new_core()
+        except BaseException:
+            _close(self._runner.info.tiers, self._kv_events)
+            raise
         self.chat: ChatTemplate | None = None
         self._info = self._runner.info
         # Also at the end of a program that does not close it: the KV of its last requests is still being written.

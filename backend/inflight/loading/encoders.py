@@ -118,7 +118,8 @@ def _check_options(config: EngineConfig, hf_config: Any) -> None:
         raise ConfigError(f"{kind}, and adapters are for decoders; merge the adapter into it, and remove enable_lora")
     if config.kv_tiers:
         raise ConfigError(f"{kind}, whose KV is not kept; remove kv_tiers")
-    if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
+    events = config.kv_events_config
+    if events is not None and events.enable_kv_cache_events and events.publisher != "null":
         raise ConfigError(f"{kind}, which has no prefix cache to tell of; remove kv_events_config")
     if config.attention_backend != "auto":
         raise ConfigError(

@@ -25,6 +25,7 @@ from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.request.pooled_request import void_params
 from inflight.kernels.cpu.cpu_encoder import encode
+from inflight.kv_events_config import KVEventsConfig
 from inflight.loading.forward import native_encoder
 from inflight.loading.load_errors import LoadError
 
@@ -284,6 +285,7 @@ class TestLengths:
         (dict(quantization="int8"), "weights cannot be quantized"),
         (dict(enable_lora=True), "adapters are for decoders"),
         (dict(kv_tiers=[{"type": "host", "size": "1MiB"}]), "whose KV is not kept"),
+        (dict(kv_events_config=KVEventsConfig(enable_kv_cache_events=True)), "no prefix cache to tell of"),
         (dict(attention_backend="reference"), "attention_backend='reference' is for decoders"),
         (dict(speculative_config={"method": "ngram", "num_speculative_tokens": 2}), "nothing to draft"),
     ],
@@ -291,6 +293,10 @@ class TestLengths:
 def test_options_for_decoders_are_refused(bert: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_core(bert, **options)
+
+
+def test_kv_events_for_nobody_are_no_option_for_decoders(bert: str) -> None:
+    make_core(bert, kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null"))
 
 
 class TestTheCheck:

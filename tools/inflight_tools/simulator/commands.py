@@ -19,7 +19,7 @@ import typer
 from inflight.config import ConfigError, EngineConfig
 from inflight.model_json import read_model_json
 from inflight_tools.repository import parse_setting, resolve_model
-from inflight_tools.simulator.comparison import compare, comparison_table
+from inflight_tools.simulator.comparison import compare, comparison_table, target_ms
 from inflight_tools.simulator.incidents import Incidents, Rollout, parse_kill
 from inflight_tools.simulator.kv_tier import parse_kv_tier
 from inflight_tools.simulator.peer_link import parse_link
@@ -198,6 +198,8 @@ def simulate(
         )
         scene.check()
         slo = SLO(slo_ttft, slo_tpot, attainment, slo_itl)
+        if prefills is not None:
+            target_ms(scene, slo)
         if sweep:
             _sweep(scene, slo, parse_sweep(sweep), output, report)
             return

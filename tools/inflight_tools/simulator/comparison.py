@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from inflight.config import ConfigError
 from inflight_tools.simulator.report import Report, summarise
 from inflight_tools.simulator.scene import Scene
 from inflight_tools.simulator.sweep import Trial
 from inflight_tools.workload.slo import SLO
 
-__all__ = ["compare", "comparison_table"]
+__all__ = ["compare", "comparison_table", "target_ms"]
 
 
 def compare(scene: Scene, slo: SLO, tell: Callable[[str], None] = lambda line: None) -> list[Trial]:
@@ -23,7 +24,7 @@ def compare(scene: Scene, slo: SLO, tell: Callable[[str], None] = lambda line: N
         tell: called with a line per simulation.
     """
     assert scene.prefills is not None
-    target = scene.config().itl_target_ms or 1000 * (slo.itl if slo.itl < math.inf else slo.tpot)
+    target = target_ms(scene, slo)
     trials: list[Trial] = []
     for prefills in (0, scene.prefills.replicas):
         for value in (None, target):
@@ -32,6 +33,23 @@ def compare(scene: Scene, slo: SLO, tell: Callable[[str], None] = lambda line: N
             trials.append(Trial(setting, summarise(one.run(), slo), scene.load.rate))
             tell(f"{_named(setting)}: {100 * trials[-1].report.attainment:.1f}% good")
     return trials
+
+
+def target_ms(scene: Scene, slo: SLO) -> float:
+    """The `itl_target_ms` of the rows with a target; see `compare`.
+
+    Raises:
+        ConfigError: the SLO's limit cannot be one.
+    """
+    if (given := scene.config().itl_target_ms) is not None:
+        return given
+    option, seconds = ("--slo-itl", slo.itl) if slo.itl < math.inf else ("--slo-tpot", slo.tpot)
+    if not 0 < seconds <= 1e6:
+        raise ConfigError(
+            f"{option} {seconds:g}: with --prefill-replicas it is also the engines' itl_target_ms, so more than 0 and "
+            "at most 1e6 seconds; or give --set itl_target_ms=MILLISECONDS"
+        )
+    return 1000 * seconds
 
 
 def _named(setting: dict[str, Any]) -> str:

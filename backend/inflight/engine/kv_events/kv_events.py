@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Collection
 
 from inflight.config import ConfigError, EngineConfig
@@ -14,7 +15,7 @@ from inflight.engine.kv_events.recorded_pool import RecordedPool, RecordedTiered
 from inflight.engine.kv_pool import KVPool
 from inflight.engine.tiers.tiered_pool import TieredPool
 
-__all__ = ["KVEvents", "make_kv_events"]
+__all__ = ["KVEvents", "expect_kv_events", "make_kv_events"]
 
 
 class KVEvents:
@@ -40,21 +41,34 @@ class KVEvents:
         self.sink.close()
 
 
-def make_kv_events(config: EngineConfig) -> KVEvents | None:
-    """The KV events that `kv_events_config` asks for; None if it asks for none.
+def expect_kv_events(config: EngineConfig) -> None:
+    """To be called before a checkpoint is loaded, which takes long.
 
     Raises:
-        ConfigError: it cannot be had.
+        ConfigError: `kv_events_config` asks for what cannot be had.
     """
     options = config.kv_events_config
     if options is None or not options.enable_kv_cache_events or options.publisher == "null":
-        return None
+        return
     if not config.enable_prefix_caching:
         raise ConfigError("kv_events_config with enable_prefix_caching=false: there is no cache to tell of; remove one")
     expect_usable(options)
     try:
-        return KVEvents(ZmqPublisher(options, config.block_size))
+        importlib.import_module("zmq")
     except ImportError:
         raise ConfigError(
             'kv_events_config: publisher="zmq" needs the package pyzmq: pip install "triton-inflight[kv-events]"'
         ) from None
+
+
+def make_kv_events(config: EngineConfig) -> KVEvents | None:
+    """The KV events that `kv_events_config` asks for; None if it asks for none.
+
+    Raises:
+        ConfigError: they cannot be had.
+    """
+    expect_kv_events(config)
+    options = config.kv_events_config
+    if options is None or not options.enable_kv_cache_events or options.publisher == "null":
+        return None
+    return KVEvents(ZmqPublisher(options, config.block_size))

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import threading
 from array import array
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import zmq
@@ -22,6 +23,7 @@ from inflight.engine.kv_events import publisher as publisher_module
 from inflight.engine.kv_events.endpoint import of_rank
 from inflight.engine.kv_events.known_blocks import Change, Cleared, Removed, Stored
 from inflight.engine.kv_events.kv_events import make_kv_events
+from inflight.engine.kv_events.publisher import ZmqPublisher
 
 END = b"\xff" * 8
 
@@ -68,18 +70,18 @@ def test_a_subscriber_gets_every_batch_in_order_after_all_there_was_before(endpo
     with publishing(endpoint, topic="kv@pod@demo", data_parallel_rank=0) as engine:
         engine.put([Cleared(), stored(1), stored(2, parent=1)])
         with closing(Ear(endpoint, "kv@")) as ear:
-            ear.hear()
-            assert (ear.knows.num_cleared, set(ear.knows.blocks)) == (1, known(1, 2))
-            before = ear.knows.last
+            ear.hear_until(lambda: set(ear.knows.blocks) == known(1, 2))
+            before, gaps = ear.knows.last, ear.knows.gaps
             for index in range(3, 103):
                 assert engine.put([stored(index, parent=index - 1), removed(index - 2)])
             ear.hear_until(lambda: ear.knows.last == before + 100)
-            assert (ear.knows.gaps, set(ear.knows.blocks)) == (1, known(101, 102))  # the first is not its number 0
+            assert (ear.knows.gaps, set(ear.knows.blocks)) == (gaps, known(101, 102))
             assert ear.topics == {b"kv@pod@demo"}
     assert engine.num_batches == 101
 
 
-def test_a_second_subscriber_gets_all_and_the_first_one_stays_right(endpoint):
+def test_a_second_subscriber_gets_all_and_the_first_one_stays_right(endpoint, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_SNAPSHOT_SECONDS", 0.01)
     with publishing(endpoint) as engine, closing(Ear(endpoint)) as first:
         engine.put([stored(1)])
         first.hear_until(lambda: set(first.knows.blocks) == known(1))
@@ -224,7 +226,9 @@ def test_a_full_queue_drops_batches_and_never_waits(endpoint):
         ear.hear_until(lambda: len(ear.knows.blocks) == 2)
 
 
-def test_a_batch_that_cannot_be_published_costs_no_other(endpoint):
+def test_a_batch_that_cannot_be_published_costs_no_other(endpoint, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_SNAPSHOT_SECONDS", 0.01)
+
     class Broken:
         def tell(self, known_blocks: Any) -> Any:
             raise ValueError("for this test")
@@ -268,18 +272,170 @@ def test_an_engine_that_ends_says_so(endpoint):
     engine.close()
 
 
-def test_an_address_that_another_engine_still_has_is_taken_over(monkeypatch, caplog):
+@pytest.mark.parametrize("kind", ["tcp", "ipc"])
+def test_an_address_that_another_engine_still_has_is_taken_over(kind, endpoint, monkeypatch, caplog):
     """After a reload, the old engine answers its last requests."""
-    monkeypatch.setattr(publisher_module, "_RETRY_MILLISECONDS", 20)
+    monkeypatch.setattr(publisher_module, "_RETRY_SECONDS", 0.02)
     port = free_port()
-    with closing(Ear(f"tcp://127.0.0.1:{port}")) as ear, publishing(f"tcp://lo:{port}") as old:
+    address = f"tcp://lo:{port}" if kind == "tcp" else endpoint
+    with (
+        closing(Ear(address.replace("lo", "127.0.0.1") if kind == "tcp" else address)) as ear,
+        publishing(address) as old,
+    ):
         old.put([stored(1)])
         ear.hear_until(lambda: set(ear.knows.blocks) == known(1))
-        with publishing(f"tcp://lo:{port}") as new:
-            assert f"another process has tcp://lo:{port}; it is tried again every second" in caplog.text
+        with publishing(address) as new:
+            assert f"another process has {address}; it is tried again every second" in caplog.text
             new.put([stored(2)])
             old.close()
             ear.hear_until(lambda: set(ear.knows.blocks) == known(2))
+
+
+def test_while_an_address_is_taken_batches_do_not_try_it_and_a_new_error_is_told_once(endpoint, monkeypatch, caplog):
+    now, tries = [0.0], []
+
+    def fails(made: Any, address: str) -> bool:
+        tries.append(now[0])
+        raise ConfigError("there is no such address any more")
+
+    with publishing(endpoint) as old, publishing(endpoint, clock=lambda: now[0]) as new:
+        through(new)
+        monkeypatch.setattr(new, "_is_bound", fails)
+        for now[0] in (0.5, 0.9, 1.0, 1.5, 2.1, 2.2):
+            for _ in range(5):
+                through(new)
+        assert tries == [1.0, 2.1]
+        assert caplog.text.count("no such address any more; it is tried again every second") == 1
+        monkeypatch.undo()
+        old.close()
+        now[0] = 4.0
+        with closing(Ear(endpoint)) as ear:
+            new.put([stored(2)])
+            ear.hear_until(lambda: set(ear.knows.blocks) == known(2))
+
+
+def through(engine: ZmqPublisher) -> None:
+    """Wait until a turn of the thread has begun and ended."""
+    reached, ended, poller = threading.Event(), threading.Event(), engine._poller
+
+    def before_the_next() -> Any:
+        ended.set()
+        return poller()
+
+    assert engine.put([Probe(reached)])
+    assert reached.wait(SECONDS / 1000)
+    with mock.patch.object(engine, "_poller", before_the_next):
+        assert engine.put([removed()])
+        assert ended.wait(SECONDS / 1000)
+
+
+def test_ten_quick_subscriptions_cost_two_snapshots(endpoint):
+    now = [0.0]
+    with publishing(endpoint, clock=lambda: now[0]) as engine, ExitStack() as stack:
+        engine.put([stored(1)])
+        ears = [stack.enter_context(closing(Ear(endpoint)))]
+        ears[0].hear_until(lambda: set(ears[0].knows.blocks) == known(1))
+        for _ in range(9):
+            ears.append(stack.enter_context(closing(Ear(endpoint))))
+            while not ears[-1].socket.poll(5):
+                engine.put([stored(2), removed(2)])
+            ears[-1].hear()  # so the engine knows of it
+        now[0] = 1.0
+        engine.put([stored(3)])
+        for ear in ears:
+            ear.hear_until(lambda ear=ear: set(ear.knows.blocks) == known(1, 3))
+        last = max(ear.knows.last for ear in ears)
+        for ear in ears:
+            ear.hear_until(lambda ear=ear: ear.knows.last == last)
+        assert [ear.knows.num_cleared for ear in ears] == [2] + [1] * 9
+
+
+def test_an_asker_that_reads_nothing_keeps_one_answer_and_delays_no_other(endpoint, monkeypatch):
+    monkeypatch.setattr(publisher_module, "_ANSWER_HWM", 2)
+    monkeypatch.setattr(publisher_module, "_LOOK_SECONDS", 0.001)
+    now, size, count = [0.0], 20_000, 60  # 60 KB a batch: sockets hold few of them
+    address = f"{endpoint}-replay"
+    with publishing(endpoint, size, lambda: now[0], replay_endpoint=address) as engine:
+        for index in range(count):
+            engine.put([stored(index, num_tokens=size)])
+        with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
+            for name, value in ((zmq.RCVTIMEO, SECONDS), (zmq.LINGER, 0), (zmq.RCVHWM, 1)):
+                asks.setsockopt(name, value)
+            asks.connect(address)
+            asks.send_multipart([b"", bytes(8)])
+            assert asks.poll(SECONDS)
+            for _ in range(3):
+                asks.send_multipart([b"", bytes(8)])
+                assert [number_ for number_, _ in replay(address, 0)] == [*range(count)]
+            assert max(len(answer.messages) for answer in list(engine._answers.values())) > count // 2
+            numbers = []
+            while not numbers or numbers[-1] != END:
+                numbers.append(asks.recv_multipart()[2])
+            heard = [int.from_bytes(one, "big") for one in numbers[:-1]]
+            assert heard[-count:] == [*range(count)] and len(heard) < 2 * count
+            asks.send_multipart([b"", bytes(8)])
+            assert asks.poll(SECONDS)
+            for now[0] in range(20, 20 * count, 20):  # it reads nothing for so long, once its socket is full
+                through(engine)
+            assert not engine._answers
+
+
+def test_what_is_asked_for_late_is_encoded_in_parts_and_ends_with_the_engine(endpoint, monkeypatch):
+    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=1) as engine:
+        engine.put([stored(index) for index in range(3000)])
+        for _ in range(30):
+            engine.put([stored(0)])
+        through(engine)
+        calls: list[str] = []
+        reached, goes_on = threading.Event(), threading.Event()
+        pause, payload = engine._pause, engine._payload
+
+        def paused() -> None:
+            calls.append("pause")
+            pause()
+
+        def encoded(events: list[Any]) -> bytes:
+            calls.append("payload")
+            if calls.count("payload") == 3:
+                reached.set()
+                assert goes_on.wait(SECONDS / 1000)
+            return payload(events)
+
+        monkeypatch.setattr(engine, "_pause", paused)
+        monkeypatch.setattr(engine, "_payload", encoded)
+        with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
+            asks.setsockopt(zmq.LINGER, 0)
+            asks.connect(f"{endpoint}-replay")
+            asks.send_multipart([b"", bytes(8)])
+            assert reached.wait(SECONDS / 1000)
+            assert calls[-5:] == ["payload", "pause", "payload", "pause", "payload"]
+            end(engine, goes_on)
+        assert calls.count("payload") == 4  # the last one: all blocks are gone
+
+
+def test_batches_that_wait_end_with_the_engine(endpoint):
+    with publishing(endpoint) as engine, closing(Ear(endpoint)) as ear:
+        ear.hear()
+        reached, goes_on = threading.Event(), threading.Event()
+        engine.put([Probe(reached, goes_on)])
+        assert reached.wait(SECONDS / 1000)
+        for index in range(100):
+            engine.put([stored(index)])
+        before = ear.knows.last
+        end(engine, goes_on)
+        ear.hear_until(lambda: ear.knows.num_cleared == 2)
+        assert ear.knows.last <= before + 2  # the batch that it was in, and that all blocks are gone
+
+
+def end(engine: ZmqPublisher, goes_on: threading.Event) -> None:
+    """Close it while its thread waits for `goes_on`."""
+    closes = threading.Thread(target=engine.close)
+    with mock.patch.object(engine._thread, "join", lambda timeout: goes_on.set()):  # it is told by now
+        closes.start()
+        closes.join()
+    engine._thread.join(SECONDS / 1000)
+    assert not engine._thread.is_alive()
+    os.close(engine._wake)
 
 
 def test_an_engine_can_connect_to_its_subscriber():
@@ -309,6 +465,7 @@ def test_engines_of_one_model_have_ports_of_their_own():
     [
         ({"endpoint": "5557"}, "endpoint='5557' is not like tcp://\\*:5557 or ipc:///run/kv.sock"),
         ({"endpoint": "inproc://events"}, "endpoint='inproc://events' is not like"),
+        ({"endpoint": "tcp://0.0.0.0:5557"}, "endpoint='tcp://0.0.0.0:5557': .*; write \\* for the host"),
         ({"endpoint": "tcp://*:0"}, "endpoint='tcp://\\*:0': the port must be a number from 1 to 65535"),
         ({"endpoint": "tcp://*:65535", "data_parallel_rank": 1}, "must be a number from 1 to 65534"),
         (
