@@ -72,15 +72,15 @@ def test_what_is_about_to_be_stored_is_found_and_waited_for(rig: PeerRig, monkey
         assert store.find([key(1), key(2)]) == 1
         looks = 0
 
-        def coming() -> set[bytes]:
+        def is_coming(asked: bytes) -> bool:
             nonlocal looks
             looks += 1
             if looks == 3:  # the reader waits
                 rig.host.store(key(1), frames_of(content(1, SIZE)))
                 rig.coming.clear()
-            return rig.coming
+            return asked in rig.coming
 
-        monkeypatch.setattr(rig.server, "_coming", coming)
+        monkeypatch.setattr(rig.server, "_is_coming", is_coming)
         assert is_right(store, 1)
         assert looks >= 3
 
@@ -430,13 +430,13 @@ def test_a_server_that_its_own_thread_closes_does_not_wait_for_itself(rig: PeerR
     """It had the last reference to its tiers."""
     ended: list[bool] = []
 
-    def close() -> set[bytes]:
+    def close(asked: bytes) -> bool:
         rig.server.close()
         ended.append(True)
-        return set()
+        return False
 
     with readable(rig, 1) as store:
-        rig.server._coming = close
+        rig.server._is_coming = close
         with contextlib.suppress(OSError):
             store.find([key(1)])
     rig.server._thread.join(30)
