@@ -117,7 +117,7 @@ class PeerServer:
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
-                self._loop.run_until_complete(asyncio.wait(self._tasks))
+                self._loop.run_until_complete(asyncio.wait({*self._tasks}))  # some may just be done
         finally:
             self._loop.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import random
@@ -441,6 +442,21 @@ def test_a_server_that_its_own_thread_closes_does_not_wait_for_itself(rig: PeerR
             store.find([key(1)])
     rig.server._thread.join(30)
     assert ended == [True] and not rig.server._thread.is_alive()
+
+
+def test_a_connection_that_ends_as_the_server_does(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, failed = rig.server, list[object]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def end() -> None:
+        task = server._loop.create_task(asyncio.sleep(0))  # done one turn of the loop later than the server
+        server._tasks.add(task)
+        task.add_done_callback(server._tasks.discard)
+        server._main.cancel()
+
+    server._loop.call_soon_threadsafe(end)
+    server._thread.join(30)
+    assert not server._thread.is_alive() and not failed
 
 
 def test_too_many_connections_are_hung_up_on(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
