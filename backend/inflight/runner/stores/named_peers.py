@@ -121,10 +121,10 @@ class NamedPeers:
     def drop(self, key: bytes) -> None:
         """Ask another engine first the next time: it is the other engines', and damaged at one of them."""
         with self._lock:
-            addresses = [peer.address for peer in self._peers if not peer.is_second]
-            damaged = self._holders.get(key)
-            if damaged in addresses:
-                self._holders[key] = addresses[(addresses.index(damaged) + 1) % len(addresses)]
+            damaged = next((peer for peer in self._peers if peer.address == self._holders.get(key)), None)
+            if damaged is not None:
+                family = [peer for peer in self._peers if peer.is_second is damaged.is_second]
+                self._holders[key] = family[(family.index(damaged) + 1) % len(family)].address
 
     def close(self) -> None:
         with self._lock:

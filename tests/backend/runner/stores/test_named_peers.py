@@ -132,12 +132,17 @@ def test_an_engine_that_has_evicted_it_leaves_it_to_the_others() -> None:
         assert made.loads(1)
 
 
-def test_an_extent_that_one_engine_has_damaged_is_read_from_another() -> None:
+@pytest.mark.parametrize("preferred", [[], ["::1"]])
+def test_an_extent_that_one_engine_has_damaged_is_read_from_another(preferred: list[str]) -> None:
+    """Also where all are read at addresses of the other family."""
     with pods(3) as made:
+        made.slow = {*preferred}
+        made.addresses = [*preferred, *(f"127.0.0.{number + 1}" for number in range(3))]
         for number in range(3):
             made.put(number, 1)
         damaged = made.rigs[0].host
         damaged.store(key(1), frames_of(content(2, SIZE)))
+        assert made.store.find(keys(1)) == (0 if preferred else 1)
         assert made.store.find(keys(1)) == 1
         memory, frames = blank(SIZE)
         assert made.store.load(key(1), frames) and memory != content(1, SIZE)
