@@ -403,7 +403,7 @@ def test_the_log_says_when_it_listens(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.setattr(peer_server, "_AGAIN_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        server = PeerServer("127.0.0.1", port, HostStore(SIZE), lambda: (), NAMESPACE, b"")
+        server = PeerServer("127.0.0.1", port, HostStore(SIZE), lambda key: False, NAMESPACE, b"")
         assert f"another process has 127.0.0.1, port {port}; it is tried again" in caplog.text
         assert "others can read" not in caplog.text
     wait_until_it_listens(port)
@@ -414,7 +414,7 @@ def test_the_log_says_when_it_listens(caplog: pytest.LogCaptureFixture, monkeypa
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
 def test_an_address_at_which_it_can_never_listen_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_listen: cannot listen on {host}, port 7090: .*; give an address of"):
-        PeerServer(host, 7090, HostStore(SIZE), lambda: (), NAMESPACE, SECRET)
+        PeerServer(host, 7090, HostStore(SIZE), lambda key: False, NAMESPACE, SECRET)
 
 
 def test_the_port_is_closed_with_the_tiers_though_they_are_still_referred_to() -> None:
