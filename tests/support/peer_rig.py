@@ -43,7 +43,7 @@ class PeerRig:
         address: str = "127.0.0.1",
     ) -> None:
         self.host, self.coming, self.port = HostStore(max_bytes), set[bytes](), port or free_port()
-        self.server = PeerServer(address, self.port, self.host, lambda: self.coming, namespace, secret)
+        self.server = PeerServer(address, self.port, self.host, lambda key: key in self.coming, namespace, secret)
         wait_until_it_listens(self.port, address)
 
     def store(self, namespace: bytes = NAMESPACE, secret: bytes = b"", seconds: float = 30.0) -> PeerStore:
@@ -115,7 +115,7 @@ def _serve(port: int) -> None:
     for number in range(_COUNT):
         data = memoryview(content(number, SIZE))
         host.store(key(number), [memoryview(seal.made(key(number), [data])), data])
-    PeerServer("127.0.0.1", port, host, lambda: (), NAMESPACE, b"")
+    PeerServer("127.0.0.1", port, host, lambda key: False, NAMESPACE, b"")
     signal.pause()
 
 

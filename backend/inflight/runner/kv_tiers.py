@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Container
 from pathlib import Path
 from typing import cast
 
@@ -67,14 +66,14 @@ def make_tiers(config: EngineConfig, loaded: LoadedModel) -> Tiers | None:
 
 def _serve(address: str, secret: bytes, tiers: Tiers, tier: Tier, store: HostStore) -> None:
     """Let others read this store until `tiers` are closed, or are no more: if the model cannot be loaded, they go."""
-    of_tiers, seal, queued = weakref.ref(tiers), tiers.seal, tier.queued
+    of_tiers, queued = weakref.ref(tiers), tier.queued
 
-    def coming() -> Container[bytes]:
+    def is_coming(key: bytes) -> bool:
         now = of_tiers()
-        return {seal.key_of(block_hash) for block_hash in now.coming()} | queued if now is not None else ()
+        return now is not None and (now.coming(tier, key) or key in queued)
 
     store.evicted = tier.forget  # so that it is stored again when it is computed or found again
-    server = PeerServer(*host_and_port(address), store, coming, seal.namespace, secret)
+    server = PeerServer(*host_and_port(address), store, is_coming, tiers.seal.namespace, secret)
     tiers.closing = weakref.finalize(tiers, server.close)
 
 

@@ -39,6 +39,7 @@ IRRELEVANT = {
     *("enable_prefix_caching", "enforce_eager", "engine_start_timeout", "engine_timeout", "exclude_input_in_output"),
     *("generation_config", "gpu_memory_utilization", "head_bits", "hf_overrides", "itl_target_ms", "kv_cache_memory"),
     *(
+        "kv_events_config",
         "kv_listen",
         "kv_store_secret_file",
         "kv_tiers",

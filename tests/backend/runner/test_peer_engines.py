@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -19,6 +20,8 @@ from inflight.engine.attached import Attached
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies import tier_admission
 from inflight.engine.sampling_params import SamplingParams as EngineParams
+from inflight.engine.tiers.seal import Seal
+from inflight.runner.stores.peer_store import PeerStore
 
 LENGTH = 150  # tokens; an extent has 64
 
@@ -68,7 +71,8 @@ def said(llm: LLM, *prompts: list[int], count: int = 12, **params: Any) -> list[
 def wait_until_it_is_written(llm: LLM) -> None:
     tiers, deadline = llm.core.info.tiers, time.monotonic() + 60
     assert tiers is not None
-    while tiers.coming() or tiers.tiers[0].queued:  # type: ignore[attr-defined]
+    writer = tiers.coming.__self__  # type: ignore[attr-defined]
+    while writer._computed or tiers.tiers[0].queued:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
@@ -119,6 +123,29 @@ def test_an_answer_that_goes_on_is_continued_with_the_whole_prompt_at_the_first_
             goes_on.join()
         assert [[*deltas[0].token_ids, *answer]] == greedy_reference(folder, [prompt()], [12])
         assert taker.core.info.tiers.num_hits == 128, "both whole extents"
+
+
+def test_what_is_about_to_be_stored_elsewhere_is_not_announced(
+    folder: str, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Host memory gets what is computed twice, and the disk everything."""
+    tiers = [
+        {"type": "host", "size": "64MiB", "write": "second"},
+        {"type": "disk", "size": "64MiB", "path": str(tmp_path)},
+    ]
+    with first(folder, port, kv_tiers=tiers, async_scheduling=True) as giver:
+        giver.core.add_request(AddRequest(7, prompt(), EngineParams(temperature=0.0, max_tokens=99, ignore_eos=True)))
+        while not giver.core.step().deltas:
+            pass
+        made: Any = giver.core.info.tiers
+        host, disk = made.tiers
+        keys = [one.key for one in made.coming.__self__._computed]
+        assert [made.coming(disk, key) for key in keys] == [True, True]
+        assert [made.coming(host, key) for key in keys] == [False, False]
+        reader = PeerStore("127.0.0.1", port, made.seal.namespace, b"", 30.0)
+        with contextlib.closing(reader), monkeypatch.context() as patch:
+            patch.delattr(Seal, "key_of")  # a look costs no hash
+            assert reader.find(keys) == 0 and reader.first_of(keys) == 2
 
 
 @pytest.mark.nightly

@@ -60,7 +60,7 @@ class Tiers:
         cpu_clock: seconds of all cores that this process has had.
         on_cores: whether steps compute on the cores that the tiers' threads need, too.
         loads: in flight, by the hash of the extent's last block.
-        coming: last hashes of extents that are stored once no step in flight writes them; for any thread.
+        coming: whether this tier gets the extent of this key once no step in flight writes it; for any thread.
         closing: is called first when they are closed.
         num_queries, num_hits: tokens that the prefix cache lacked and were looked for, and adopted tokens.
         num_pools: pools that were made over `blocks`, one after the other.  A write that waits for an earlier one is
@@ -73,7 +73,7 @@ class Tiers:
     cpu_clock: Callable[[], float] = time.process_time
     on_cores: bool = True
     loads: dict[bytes, ExtentLoad] = field(default_factory=dict)
-    coming: Callable[[], list[bytes]] = list
+    coming: Callable[[EngineTier, bytes], bool] = lambda tier, key: False
     closing: Callable[[], object] = list
     num_queries: int = 0
     num_hits: int = 0
@@ -102,20 +102,16 @@ class Tiers:
         key = self.seal.key_of(load.chain[load.first + len(load.blocks) - 1])
         load.done = load.tier.load(key, partial(self.blocks.fill, load.blocks))
 
-    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[EngineTier]:
+    def missing_in(self, key: bytes, is_computed: bool) -> list[EngineTier]:
         """The tiers that should get this extent of a request, which has just computed it or found it."""
-        key = self.seal.key_of(block_hash)
         return [tier for tier in self.tiers if tier.wants(key, is_computed)]
 
-    def store(
-        self, into: Sequence[EngineTier], block_hash: bytes, blocks: Sequence[int], generations: list[int]
-    ) -> None:
+    def store(self, into: Sequence[EngineTier], key: bytes, blocks: Sequence[int], generations: list[int]) -> None:
         """Keep a full extent that no step in flight writes.
 
         Args:
             generations: the pool's, live: a block whose number changes until its bytes are copied is left out.
         """
-        key, blocks = self.seal.key_of(block_hash), list(blocks)
         expected, pool = [generations[block] for block in blocks], self.num_pools
         lock, last = threading.Lock(), list[ref[memoryview]]()
 

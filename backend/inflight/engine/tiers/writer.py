@@ -23,18 +23,18 @@ class _Computed(NamedTuple):
 
     step: int
     request: Request
-    block_hash: bytes
+    key: bytes
     blocks: list[int]
     generations: list[int]
     into: list[EngineTier]
 
 
 class TierWriter(EngineListener):
-    """Follows requests that have yielded a token or vector: until then nothing says that their KV is sound.
+    """Keeps KV of requests that have yielded a token or vector: until then nothing says that it is sound.
 
     The KV of a running request is kept while it runs, so that the next engine finds it if this one dies.  That of its
-    prompt is in `Tiers.coming` before its first token leaves the engine: another one that continues it can ask then.
-    Drafts are not kept, since their tokens are not the request's.
+    prompt is `Tiers.coming` before its first token leaves the engine: another one that continues it can ask then.
+    If a step or row fails, what waits for a step is given up, that of others, too.  Drafts' KV is not the request's.
     """
 
     def __init__(self, tiers: Tiers, pool: TieredPool) -> None:
@@ -46,8 +46,9 @@ class TierWriter(EngineListener):
         self._num_found: dict[Request, int] = {}  # running request -> tokens that it did not compute
         self._silent: dict[Request, None] = {}  # in order: those of them that have yielded no token yet
         self._computed: deque[_Computed] = deque()
+        self._coming: dict[bytes, _Computed] = {}  # the same, by key
         self._num_made = self._num_done = 0
-        tiers.coming = lambda: [one.block_hash for one in list(self._computed)]
+        tiers.coming = self._is_coming
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         if request.caches_blocks:
@@ -57,19 +58,13 @@ class TierWriter(EngineListener):
     def step_begins(self, running: Sequence[Request]) -> None:
         if self._num_made % _EVERY == 0:
             for request, num_kept in self._num_kept.items():
-                if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
+                if request not in self._silent and request.num_tokens >= (num_kept + 1) * self._extent_tokens:
                     self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
-
-    def _look_at_prompts(self) -> None:
-        """Of requests that have just yielded their first token."""
-        for request in [one for one in self._silent if one.num_tokens > one.num_given_tokens]:
-            del self._silent[request]
-            self._num_kept[request] = self._look_at(request, self._num_kept[request], self._extent_blocks)
 
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
         if num_kept is not None:
-            self._look_at(request, num_kept, self._tiers.part_blocks)
+            self._look_at(request, num_kept, self._tiers.part_blocks)  # its first token may be in flight
             del self._num_found[request]
             self._silent.pop(request, None)
 
@@ -83,36 +78,43 @@ class TierWriter(EngineListener):
         self._num_done += 1
         if step.result.failure or step.result.row_failures:  # its blocks were not computed, and others may share them
             self._computed.clear()
+            self._coming.clear()
         else:
-            self._look_at_prompts()
+            for request in [one for one in self._silent if one.num_tokens > one.num_given_tokens]:
+                del self._silent[request]
+                self._num_kept[request] = self._look_at(request, self._num_kept[request], self._extent_blocks)
         self._send()
 
     step_failed = step_done
 
     def _look_at(self, request: Request, num_kept: int, shortest: int) -> int:
         """Note new extents, behind `num_kept`, of so many blocks at least; returns how many are whole."""
-        if request.num_tokens <= request.num_given_tokens:
-            return num_kept
         size, pool = self._extent_blocks, self._pool
         count = min(request.num_computed_tokens, request.num_tokens) // pool.block_size
         count -= count % size if count % size < shortest else 0
         hashes = pool.hashes(request, count)
         for start in range(num_kept * size, count, size):
             blocks = request.block_ids[start : min(start + size, count)]
-            block_hash = hashes[start + len(blocks) - 1]
+            key = self._tiers.seal.key_of(hashes[start + len(blocks) - 1])
             is_computed = (start + len(blocks)) * pool.block_size > self._num_found[request]
-            into = self._tiers.missing_in(block_hash, is_computed)
-            if into:
+            if into := self._tiers.missing_in(key, is_computed):
                 generations = [pool.generations[block] for block in blocks]
-                self._computed.append(_Computed(self._num_made, request, block_hash, blocks, generations, into))
+                self._coming[key] = one = _Computed(self._num_made, request, key, blocks, generations, into)
+                self._computed.append(one)
         return max(num_kept, count // size)
 
+    def _is_coming(self, tier: EngineTier, key: bytes) -> bool:
+        return (one := self._coming.get(key)) is not None and tier in one.into and self._is_kept(one)
+
+    def _is_kept(self, one: _Computed) -> bool:
+        """Part of an extent only if its request has ended: one that is preempted returns to its whole extents."""
+        request, generations = one.request, self._pool.generations
+        may_be = len(one.blocks) == self._extent_blocks or request.status is Status.FINISHED
+        is_sound = request.num_tokens > request.num_given_tokens
+        return may_be and is_sound and [generations[block] for block in one.blocks] == one.generations
+
     def _send(self) -> None:
-        generations = self._pool.generations
         while self._computed and self._computed[0].step <= self._num_done:
-            _, request, block_hash, blocks, expected, into = self._computed[0]
-            # Part of one only if its request has ended: it may be preempted often, and return to its whole extents.
-            is_kept = len(blocks) == self._extent_blocks or request.status is Status.FINISHED
-            if is_kept and [generations[block] for block in blocks] == expected:
-                self._tiers.store(into, block_hash, blocks, generations)
-            self._computed.popleft()  # it is queued now
+            if self._is_kept(one := self._computed[0]):
+                self._tiers.store(one.into, one.key, one.blocks, self._pool.generations)
+            self._coming.pop(self._computed.popleft().key, None)  # it is queued now

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -70,7 +70,7 @@ class PeerServer:
     Args:
         host, port: to listen on.
         store: what is served.
-        coming: the keys of the extents that are about to be stored there.
+        is_coming: whether the extent of this key is about to be stored there; called in the server's thread.
         namespace: of the KV: 16 bytes.
         secret: that readers must have; b"": none.
 
@@ -83,12 +83,12 @@ class PeerServer:
         host: str,
         port: int,
         store: HostStore,
-        coming: Callable[[], Container[bytes]],
+        is_coming: Callable[[bytes], bool],
         namespace: bytes,
         secret: bytes,
     ) -> None:
         self._host, self._port = host, port
-        self._store, self._coming = store, coming
+        self._store, self._is_coming = store, is_coming
         self._namespace, self._secret = namespace, secret
         self._strangers: set[socket.socket] = set()
         self._readers: set[socket.socket] = set()
@@ -117,7 +117,7 @@ class PeerServer:
             for task in self._tasks:
                 task.cancel()
             if self._tasks:
-                self._loop.run_until_complete(asyncio.wait(self._tasks))
+                self._loop.run_until_complete(asyncio.wait({*self._tasks}))  # some may just be done
         finally:
             self._loop.close()
 
@@ -209,14 +209,13 @@ class PeerServer:
 
     async def _send_position(self, client: socket.socket, keys: Sequence[bytes], is_there: bool) -> None:
         """Of the first key that is there or not."""
-        coming = self._coming()  # first: it can be stored in between
-        found = next((n for n, key in enumerate(keys) if self._has(key, coming) is is_there), len(keys))
+        found = next((n for n, key in enumerate(keys) if self._has(key) is is_there), len(keys))
         with self._ended_after(client, _SEND_SECONDS):
             await self._loop.sock_sendall(client, encoded(Position(found)))
 
     async def _send_extent(self, client: socket.socket, key: bytes) -> None:
         until = self._loop.time() + _COMING_SECONDS
-        while key in self._coming() and not self._store.find([key]) and self._loop.time() < until:
+        while self._is_coming(key) and not self._store.find([key]) and self._loop.time() < until:
             await asyncio.sleep(_POLL_SECONDS)
         async with self._sends:
             frames = self._store.kept(key) or ()
@@ -235,8 +234,8 @@ class PeerServer:
                 await self._loop.sock_sendall(client, frame[sent:])
             sent = max(0, sent - frame.nbytes)
 
-    def _has(self, key: bytes, coming: Container[bytes]) -> bool:
-        return key in coming or bool(self._store.find([key]))
+    def _has(self, key: bytes) -> bool:
+        return self._is_coming(key) or bool(self._store.find([key]))  # in this order: it can be stored in between
 
     async def _message(self, client: socket.socket, kind: Any, most_bytes: int) -> Any:
         """

@@ -169,7 +169,6 @@ def test_loading_is_never_slower_than_computing(extents: dict[bytes, bytes], del
     for rate in RATES:
         found = seconds_of(rate * 1e6, extents, delay, beside)
         ratios[rate] = [round(one / other, 3) for (one, _), (other, _) in zip(found, computed)]
-        print(rate, ratios[rate], [hits for _, hits in found])
     assert max(max(found) for found in ratios.values()) <= 1.05, ratios
     if not delay:
         assert max(ratios[6000]) < (0.35 if beside else 0.1), ratios
@@ -192,7 +191,6 @@ def test_a_medium_that_becomes_slow_is_given_up_in_time(extents: dict[bytes, byt
     computed, _ = seconds_of(None, {}, 0.0, beside)
     (seconds, hits), _ = seconds_of(1e9, extents, 0.0, beside, dict.fromkeys(range(31, 62), each))
     assert hits >= 31 * BLOCK * EXTENT_BLOCKS
-    print(each, seconds / computed[0], hits)
     assert seconds < 0.65 * computed[0]
 
 

@@ -42,22 +42,56 @@ def test_of_a_running_request_only_whole_extents_are_kept():
     assert len(store.extents) == 60 // 16 and len(sizes) == 1
 
 
-@pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_prompt_is_about_to_be_kept_before_its_first_token_leaves_the_engine(asynchronous):
+@pytest.mark.parametrize(("asynchronous", "every"), [(True, 8), (False, 8), (True, 1)])
+def test_a_prompt_is_about_to_be_kept_before_its_first_token_leaves_the_engine(asynchronous, every, monkeypatch):
     """So another engine that continues it need not ask twice: chunk by chunk, beside another one, and aborted then."""
+    monkeypatch.setattr(writer, "_EVERY", every)
     rig = rig_of(MemoryStore(), extent_blocks=2, max_num_batched_tokens=16, async_scheduling=asynchronous)
     add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
     add(rig.core, 1, PROMPT[1:], max_tokens=20, ignore_eos=True)
     for request_id, prompt in enumerate((PROMPT[:8], PROMPT[1:])):
         while not rig.outputs.get((request_id, 0)):
             rig.step()
-        tier, key_of = rig.tiers.tiers[0], rig.tiers.seal.key_of
-        due = tier.queued | {key_of(block_hash) for block_hash in rig.tiers.coming()}
+        tier = rig.tiers.tiers[0]
         keys = list(rig.payloads(prompt))[1::2]
-        assert len(keys) == len(prompt) // 8 and due >= {*keys}
+        assert len(keys) == len(prompt) // 8
+        assert all(key in tier.queued or rig.tiers.coming(tier, key) for key in keys)
     rig.core.abort(1)
     rig.run()
     assert rig.tiers.tiers[0]._store.extents.keys() >= {*keys}
+
+
+def test_a_prompt_is_kept_though_its_request_is_preempted_while_its_first_token_is_computed():
+    """That token is its last one, and it never runs again.  Another request takes one of its blocks meanwhile."""
+    store = FaultyStore()
+    rig = rig_of(store, num_blocks=9, watermark=0.0, async_scheduling=True)
+    add(rig.core, 0, PROMPT[:8], max_tokens=20, ignore_eos=True)
+    for _ in range(3):
+        rig.step()
+    add(rig.core, 1, PROMPT[1:25], max_tokens=1, ignore_eos=True)
+    while not rig.outputs.get((1, 0)):
+        rig.step()
+    assert rig.core.scheduler.num_preempted_total == 1
+    tier, sound = rig.tiers.tiers[0], rig.payloads(PROMPT[1:25])
+    assert sum(key in tier.queued or rig.tiers.coming(tier, key) for key in sound) == len(sound) - 1
+    rig.hand.run(99)
+    assert len(store.given) >= len(sound) - 1
+    rig.run()
+    sound |= rig.payloads(PROMPT[:8] + answer(PROMPT[:8], 20))
+    assert store.given.items() <= sound.items()
+
+
+def test_a_request_that_is_aborted_before_its_first_token_comes_leaves_nothing():
+    store = MemoryStore()
+    rig = rig_of(store, max_num_batched_tokens=32, async_scheduling=True)
+    add(rig.core, 0, PROMPT[:40], max_tokens=4, ignore_eos=True)
+    while not rig.core._launched:
+        rig.step(9)
+    assert rig.core._live[0][0].num_computed_tokens == 40, "its last chunk is in flight"
+    rig.core.abort(0)
+    add(rig.core, 1, [9], max_tokens=2, ignore_eos=True)
+    rig.run()
+    assert not store.extents
 
 
 def test_what_a_running_request_has_computed_is_kept_before_it_ends():
@@ -150,8 +184,12 @@ def test_a_preempted_request_leaves_its_whole_extents_and_no_part(status, num_ke
     listener.step_made(SchedulerOutput())
     listener.left(request)
     request.status = status
+    hashes, tier = pool.hashes(request, 6), rig.tiers.tiers[0]
+    announced = [rig.tiers.coming(tier, rig.tiers.seal.key_of(hashes[last])) for last in (3, 5)]
+    assert announced == [True, num_kept == 2], "what will not be kept is not announced"
     listener.step_done(done_step(SchedulerOutput(), 1.0))
     assert len(rig.hand.tasks) == num_kept
+    assert not any(rig.tiers.coming(tier, rig.tiers.seal.key_of(one)) for one in hashes), "it is queued"
 
 
 def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
@@ -225,6 +263,7 @@ def test_a_failed_step_leaves_nothing_in_a_store(number, asynchronous):
         rig.run()
     rig.hand.run(99)
     assert store.given and store.given.items() <= rig.payloads(PROMPT[:10] + answer(PROMPT[:10], 30)).items()
+    assert not rig.tiers.coming.__self__._coming  # type: ignore[attr-defined]
 
 
 def test_a_request_that_never_yielded_a_token_leaves_nothing():

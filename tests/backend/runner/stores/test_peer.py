@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import random
@@ -72,15 +73,15 @@ def test_what_is_about_to_be_stored_is_found_and_waited_for(rig: PeerRig, monkey
         assert store.find([key(1), key(2)]) == 1
         looks = 0
 
-        def coming() -> set[bytes]:
+        def is_coming(asked: bytes) -> bool:
             nonlocal looks
             looks += 1
             if looks == 3:  # the reader waits
                 rig.host.store(key(1), frames_of(content(1, SIZE)))
                 rig.coming.clear()
-            return rig.coming
+            return asked in rig.coming
 
-        monkeypatch.setattr(rig.server, "_coming", coming)
+        monkeypatch.setattr(rig.server, "_is_coming", is_coming)
         assert is_right(store, 1)
         assert looks >= 3
 
@@ -402,7 +403,7 @@ def test_the_log_says_when_it_listens(caplog: pytest.LogCaptureFixture, monkeypa
     monkeypatch.setattr(peer_server, "_AGAIN_SECONDS", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        server = PeerServer("127.0.0.1", port, HostStore(SIZE), lambda: (), NAMESPACE, b"")
+        server = PeerServer("127.0.0.1", port, HostStore(SIZE), lambda key: False, NAMESPACE, b"")
         assert f"another process has 127.0.0.1, port {port}; it is tried again" in caplog.text
         assert "others can read" not in caplog.text
     wait_until_it_listens(port)
@@ -413,7 +414,7 @@ def test_the_log_says_when_it_listens(caplog: pytest.LogCaptureFixture, monkeypa
 @pytest.mark.parametrize("host", ["192.0.2.1", "2001:db8::1", "nowhere.invalid"])
 def test_an_address_at_which_it_can_never_listen_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=f"kv_listen: cannot listen on {host}, port 7090: .*; give an address of"):
-        PeerServer(host, 7090, HostStore(SIZE), lambda: (), NAMESPACE, SECRET)
+        PeerServer(host, 7090, HostStore(SIZE), lambda key: False, NAMESPACE, SECRET)
 
 
 def test_the_port_is_closed_with_the_tiers_though_they_are_still_referred_to() -> None:
@@ -430,17 +431,32 @@ def test_a_server_that_its_own_thread_closes_does_not_wait_for_itself(rig: PeerR
     """It had the last reference to its tiers."""
     ended: list[bool] = []
 
-    def close() -> set[bytes]:
+    def close(asked: bytes) -> bool:
         rig.server.close()
         ended.append(True)
-        return set()
+        return False
 
     with readable(rig, 1) as store:
-        rig.server._coming = close
+        rig.server._is_coming = close
         with contextlib.suppress(OSError):
             store.find([key(1)])
     rig.server._thread.join(30)
     assert ended == [True] and not rig.server._thread.is_alive()
+
+
+def test_a_connection_that_ends_as_the_server_does(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, failed = rig.server, list[object]()
+    monkeypatch.setattr(threading, "excepthook", failed.append)
+
+    def end() -> None:
+        task = server._loop.create_task(asyncio.sleep(0))  # done one turn of the loop later than the server
+        server._tasks.add(task)
+        task.add_done_callback(server._tasks.discard)
+        server._main.cancel()
+
+    server._loop.call_soon_threadsafe(end)
+    server._thread.join(30)
+    assert not server._thread.is_alive() and not failed
 
 
 def test_too_many_connections_are_hung_up_on(rig: PeerRig, monkeypatch: pytest.MonkeyPatch) -> None:
