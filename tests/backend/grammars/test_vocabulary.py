@@ -214,7 +214,7 @@ def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPa
 def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once.
 
-    What tests before this one have begun may end meanwhile, and counts for nothing.
+    Trims that tests before this one have caused may come meanwhile: they do not count.
     """
     later: list[threading.Thread] = []
     at_once: list[threading.Thread] = []
