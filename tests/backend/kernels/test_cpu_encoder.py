@@ -109,18 +109,17 @@ def test_layers_equal_torchs(isa: str, shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("num_layers", [1, 3])
 def test_rows_that_are_read_have_the_same_bits_if_the_last_layer_computes_no_others(
-    isa: str, shape: tuple[int, int, int], num_layers: int
+    isa: str, shape: tuple[int, int, int]
 ) -> None:
     """The first rows of prompts, the last ones, some in between, and more of them than a thread takes at once."""
-    layers = Layers(*shape, num_layers=num_layers)
-    lengths = [256, 0, 1, 257, 0, 0, 16, 513, 17, 0]
+    layers = Layers(*shape, num_layers=1 + shape[0] % 2)
+    lengths = [257, 0, 1, 80, 0, 0, 16, 17, 0]
     hidden = embeddings(sum(lengths), layers.size)
     expected = native(layers, lengths, hidden)
     starts = torch.tensor([0, *lengths]).cumsum(0)[:-1][torch.tensor(lengths) > 0]
     ends = torch.tensor(lengths).cumsum(0) - 1
-    for read in (starts, ends[-2:], torch.arange(250, 500), torch.tensor([700]), torch.arange(0, len(hidden), 2)):
+    for read in (starts, ends[-2:], torch.arange(100, 100 + CHUNK + 2), torch.tensor([300])):
         result = native(layers, lengths, hidden, read.unique())
         assert torch.equal(result[read], expected[read])
     others = native(layers, lengths, hidden, starts)
