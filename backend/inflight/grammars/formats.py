@@ -22,11 +22,12 @@ _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,64}"
 _ESCAPES = 'nrbtf\\"'
 
 
-def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> str:
+def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int], num_tokens: int) -> str:
     """The text from which an `LLMatcher` is made.
 
     Args:
         special_tokens: token ids by name; where a literal contains a name, it means the token.
+        num_tokens: the first ones, which a grammar may name by their ids.
 
     Raises:
         ValueError: not what its kind says it is, or a demand that could not be enforced.
@@ -49,17 +50,17 @@ def guidance_grammar(spec: GrammarSpec, special_tokens: Mapping[str, int]) -> st
         return structural_tag_grammar(
             json.loads(spec.text), json_options(spec), spec.additional_properties, special_tokens
         )
-    return grammar_from("grammar", _with_escapes(spec))
+    return grammar_from("grammar", _with_escapes(spec, num_tokens))
 
 
-def _with_escapes(spec: GrammarSpec) -> str:
+def _with_escapes(spec: GrammarSpec, num_tokens: int) -> str:
     """A grammar whose JSON Schemas are checked, and write names in one spelling; their other options stay.
 
     Raises:
         ValueError: as `check_lark` and `checked_schema`.
     """
     pieces, position = [], 0
-    for found in check_lark(spec.text):
+    for found in check_lark(spec.text, num_tokens):
         schema = dict(found.value)
         options = schema.pop("x-guidance", {})
         schema = checked_schema(schema, spec.additional_properties)

@@ -82,7 +82,8 @@ class GuidanceGrammars:
         self._runs = SteadyRuns()
         self._tokenizer: Future[Any] | None = None
         self._executor: Any = None
-        self._num_known = vocab_size  # the first tokens, which the library knows; set when they are read
+        # Set when the vocabulary is read: the first tokens, which grammars can allow, and words of the library's masks.
+        self._num_known, self._num_words = vocab_size, mask_words(vocab_size)
 
     def warm_up(self) -> None:
         with self._lock:
@@ -129,25 +130,27 @@ class GuidanceGrammars:
 
     def fill(self, jobs: Sequence[MaskJob], bitmask: np.ndarray, in_background: bool = True) -> None:
         live: list[MaskJob] = [job for job in jobs if not job.grammar.error]
-        num_words = mask_words(self._num_known)
-        is_narrow = num_words < bitmask.shape[1]
+        num_words = self._num_words
+        is_narrow = self._num_known < self._vocab_size
         known = np.empty((len(bitmask), num_words), dtype=np.int32) if is_narrow else bitmask
         known.fill(-1)
         rest = live if in_background else _fill_within(_SERIAL_SECONDS, live, known)
         if rest:
             self._fill_by_threads(rest, known)
         if is_narrow:
+            # The library knows fewer tokens than the last word has bits: only rows without a mask have all of them.
+            allow_all = known[:, -1] == -1
+            known[~allow_all, -1] &= (1 << self._num_known % 32) - 1
             bitmask[:, :num_words] = known
-            # No mask has the last token that is known, so that its word tells the rows that allow all.
-            bitmask[:, num_words:] = -(known[:, -1:] == -1).astype(np.int32)
+            bitmask[:, num_words:] = -allow_all[:, None].astype(np.int32)
         for job in live:
             assert isinstance(job.grammar, GuidedSequence)
             job.grammar.check()
 
     def _fill_by_threads(self, jobs: list[MaskJob], bitmask: np.ndarray) -> None:
         masks, where = self._masks(), (bitmask.ctypes.data, bitmask.shape[1] * bitmask.itemsize, len(bitmask))
-        plain = [(_matcher(job), job.row) for job in jobs if not job.draft_token_ids]
-        drafted = [(_matcher(job), job.row, _drafts(job)) for job in jobs if job.draft_token_ids]
+        plain = [(_matcher(job), job.row) for job in jobs if not _drafts(job)]
+        drafted = [(_matcher(job), job.row, drafts) for job in jobs if (drafts := _drafts(job))]
         if plain:
             masks.unsafe_compute_mask_ptr(plain, *where)
         if drafted:
@@ -192,7 +195,7 @@ class GuidanceGrammars:
             raise ValueError("structured output needs an end-of-sequence token, and this checkpoint has none")
         vocabulary = read_vocabulary(self._read_tokenizer())
         ours = _Wrapped(vocabulary, self._vocab_size, self._eos_token_ids)
-        self._num_known = len(ours.tokens)
+        self._num_known, self._num_words = ours.num_known, mask_words(len(ours.tokens))
         wrapped = TokenizerWrapper(ours)
         try:
             tokenizer = LLTokenizer(wrapped, eos_token=self._eos_token_ids)
@@ -209,7 +212,7 @@ class GuidanceGrammars:
             entry.begun = time.monotonic()
             from llguidance import LLMatcher
 
-            matcher = LLMatcher(vocabulary, guidance_grammar(spec, names), log_level=0)
+            matcher = LLMatcher(vocabulary, guidance_grammar(spec, names, self._num_known), log_level=0)
             if matcher.is_error():
                 return shown(matcher.get_error())
             return self._refused(matcher.deep_copy()) or matcher
@@ -222,7 +225,7 @@ class GuidanceGrammars:
         Args:
             first: an `LLMatcher` at the start, which this method uses up.
         """
-        mask = np.zeros(mask_words(self._num_known), dtype=np.int32)
+        mask = np.zeros(self._num_words, dtype=np.int32)
         choose = random.Random(0)
         for num_tokens in range(_PROBED + 1):
             if not first.is_error():
@@ -230,6 +233,7 @@ class GuidanceGrammars:
             if first.is_error():
                 return reason(first)
             allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            allowed = allowed[allowed < self._num_known]
             going_on = allowed[~np.isin(allowed, self._eos_token_ids)].tolist()
             if not going_on:
                 return "" if len(allowed) or num_tokens else "the grammar allows no text at all"
@@ -241,17 +245,23 @@ class _Wrapped:
     """The tokenizer that llguidance requires, for the first of V tokens.
 
     The library has half a dozen tries, each with 60 bytes for every token that it was told of.  If V is much larger
-    than the vocabulary of `tokenizers`, it is told of none behind that, but of the next one, which stands for them.
-    Tokens unknown to `tokenizers` have no bytes: they are in no trie, and never allowed.
+    than the vocabulary of `tokenizers`, it is told of none behind that, or of one, so that the last word of a mask has
+    a bit that is never set.  Tokens without bytes are in no trie: only a grammar that speaks of tokens, such as Lark's
+    `<[*]>`, allows them.
+
+    Attributes:
+        num_known: the first tokens, without that one.
     """
 
     bos_token_id = None
 
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, eos_token_ids: list[int]) -> None:
-        num_known = max(len(vocabulary.tokens), *(token + 1 for token in eos_token_ids)) + 1
+        num_known = max(len(vocabulary.tokens), *(token + 1 for token in eos_token_ids))
         if num_known > _NARROW * vocab_size:
             num_known = vocab_size
-        self.tokens = [*vocabulary.tokens, *[b""] * (num_known - len(vocabulary.tokens))][:vocab_size]
+        self.num_known = num_known
+        num_told = num_known + (num_known < vocab_size and num_known % 32 == 0)
+        self.tokens = [*vocabulary.tokens, *[b""] * (num_told - len(vocabulary.tokens))][:vocab_size]
         for token in {*eos_token_ids} & set(range(vocab_size)):
             self.tokens[token] = self.tokens[token] or b"<eos %d>" % token
         self.special_token_ids = sorted({*vocabulary.special_ids, *eos_token_ids} & set(range(vocab_size)))
@@ -282,8 +292,6 @@ def _fill_job(job: MaskJob, first: int, num_bytes: int) -> None:
     """The masks of a job; `first` is the address of its first row."""
     matcher = _matcher(job)
     matcher.unsafe_compute_mask_ptr(first, num_bytes)
-    if not job.draft_token_ids:
-        return
     taken = 0
     for draft in _drafts(job):
         if matcher.try_consume_tokens([draft]) == 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Any
 
 from inflight.grammars.spec import BEYOND_LIMITS
@@ -64,7 +65,7 @@ class GuidedSequence:
 
     Args:
         matcher: an `LLMatcher` at the start, which this object keeps.
-        num_known: tokens that it knows; the last one is never allowed, or there are no others.
+        num_known: the first tokens, which it knows; no others are allowed.
         eos_token_ids: of the checkpoint.
         runs: shared by all sequences of a vocabulary.
     """
@@ -73,7 +74,7 @@ class GuidedSequence:
         self.error = ""
         self.num_tokens = 0
         self._matcher = matcher
-        self._last_known = num_known - 1
+        self._num_known = num_known
         self._eos_token_ids = eos_token_ids
         self._runs = runs
         self._last = -1  # of the `num_tokens` tokens
@@ -81,9 +82,9 @@ class GuidedSequence:
         self._run: list[int] | None = None  # what is forced behind them; None: not known
 
     def known_ids(self, token_ids: Sequence[int]) -> list[int]:
-        """With one that is never allowed in place of each that the library does not know: it ends the sequence else."""
-        last = self._last_known
-        return [token if token < last else last for token in token_ids]
+        """Those before the first that the library does not know, and which would end the sequence."""
+        num_known = self._num_known
+        return list(takewhile(lambda token: token < num_known, token_ids))
 
     def matcher_behind(self, token_ids: Sequence[int]) -> Any:
         """The `LLMatcher` behind `num_tokens` tokens and these, which can follow."""

@@ -27,7 +27,7 @@ _PIECES = re.compile(
     | /(?P<regex>(?:\\.|[^/\\\n])+)(?:/[a-z]*)?
     | (?P<directive>%\w+)
     | ->\s*\w+                                                      # an alias
-    | <\[?[^<>\s]*>                                                 # a special token
+    | <(?P<tokens>\[)?[^<>\s]*>                                     # a special token, or ids as in `<[5-7,9]>`
     | (?P<class>\[(?:\\.|[^\]\\])*\]?)                              # of GBNF; Lark: an option
     | \{{\s*(?P<count>\d*)\s*(?:,\s*\d*\s*)?\}}
     | ~\s*(?P<times>\d+)(?:\s*\.\.\s*\d+)?
@@ -38,6 +38,7 @@ _PIECES = re.compile(
 )
 _CHARACTER = re.compile(r"\\(?:u[dD][89abAB]\w\w\\u\w{4}|x\w\w|[xu]\{\w*\}|u\w{4}|U\w{8}|.)|.", re.DOTALL)
 _IN_A_RULE = ("%json", "%regex", "%lark")  # other directives are between rules
+_DIGITS = re.compile("[0-9]+")
 _SPACE = re.compile(r"\s*")
 _TRUNCATED = 10**9  # counts above are the same
 
@@ -80,6 +81,7 @@ class _Reader:
         self.alternatives: list[_Alternative] = []
         self.defined: set[_Name] = set()
         self.embedded: list[EmbeddedJson] = []
+        self.largest_id = -1  # of the tokens that it names so
         self._num_parts = 0
         self._last: tuple[_Name | None, int] = (None, 0)  # the item that a repetition repeats
         self._groups = [self._alternative(self._new_part())]
@@ -124,6 +126,8 @@ class _Reader:
             self._item(None, max(0, len(_CHARACTER.findall(found["text"])) - 2))
         elif found["regex"]:
             self._item(None, check_regex(found["regex"], "a regular expression of the grammar"))
+        elif found["tokens"]:
+            self.largest_id = max(self.largest_id, *map(_number, _DIGITS.findall(found[0])), -1)
         elif found["class"]:
             self._item(None, int(self._is_gbnf))
         elif found["name"]:
@@ -166,21 +170,26 @@ class _Reader:
         return end
 
 
-def check_lark(grammar: str) -> list[EmbeddedJson]:
+def check_lark(grammar: str, num_tokens: int) -> list[EmbeddedJson]:
     """Refuse a grammar with a part that matches only texts of more than MAX_SHORTEST_MATCH characters.
 
-    Whether it is valid is not checked.  A part without any text, as by recursion without an end, is left to llguidance.
+    And one that names tokens which do not exist.  Whether it is valid is not checked.  A part
+    without any text, as by recursion without an end, is left to llguidance.
 
     Args:
         grammar: Lark as llguidance reads it, GBNF or EBNF.
+        num_tokens: it may name tokens by smaller ids.
 
     Returns:
         The JSON Schemas in it that are objects, in order.
 
     Raises:
-        ValueError: it has such a part.
+        ValueError: it has such a part, or names a token that does not exist.
     """
     reader = _Reader(grammar)
+    if reader.largest_id >= num_tokens:
+        vocabulary = f"the vocabulary has 0 to {num_tokens - 1}: name one of those"
+        raise ValueError(f"the grammar names token {reader.largest_id}, and {vocabulary}")
     users: dict[_Name, list[_Alternative]] = {}
     # Knuth's generalization of Dijkstra's algorithm (Information Processing Letters 6, 1977): shortest parts first.
     line: list[tuple[int, int, _Alternative]] = []

@@ -184,7 +184,7 @@ def _accelerate(
     """
     if config.native_forward and device.type == "cpu":
         enter_phase("packing the weights")
-        undo = attach_native_encoder(_base_of(model), specs)
+        undo = attach_native_encoder(_base_of(model), specs, lambda: forward.rows_read)
         if undo is not None and check is not None and not check.passes(forward, backend, config.block_size):
             undo()
             _log.warning("%s runs on transformers' layers: the native ones compute others", type(model).__name__)

@@ -94,9 +94,9 @@ def test_a_grammar_is_compiled_once_and_the_oldest_ones_are_forgotten(monkeypatc
     seen: list[GrammarSpec] = []
     real = guidance.guidance_grammar
 
-    def counting(spec: GrammarSpec, names: dict[str, int]) -> str:
+    def counting(spec: GrammarSpec, names: dict[str, int], num_tokens: int) -> str:
         seen.append(spec)
-        return real(spec, names)
+        return real(spec, names, num_tokens)
 
     monkeypatch.setattr(guidance, "guidance_grammar", counting)
     monkeypatch.setattr(guidance, "_MAX_CACHED", 3)
@@ -125,11 +125,11 @@ def test_one_that_takes_too_long_fails_and_holds_up_no_other(monkeypatch: pytest
 
     begun, release, real = threading.Event(), threading.Event(), guidance.guidance_grammar
 
-    def slow(spec: GrammarSpec, names: dict[str, int]) -> str:
+    def slow(spec: GrammarSpec, names: dict[str, int], num_tokens: int) -> str:
         if spec.text == "slow":
             begun.set()
             release.wait()
-        return real(spec, names)
+        return real(spec, names, num_tokens)
 
     monkeypatch.setattr(guidance, "guidance_grammar", slow)
     monkeypatch.setattr(guidance, "_COMPILE_SECONDS", float("inf"))

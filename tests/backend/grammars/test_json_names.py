@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.spec import GrammarSpec
 
-from .conftest import ByteGrammar
+from .conftest import VOCAB, ByteGrammar
 
 NAMES = ["age", "prénom", "été", 'q"', "a\\b", "a\nb", "x\x1fy", "☃😀", "p1", "del\x7f"]
 OTHERS = ["other", "p2", "ñ", "e\u0301te\u0301", ""]
@@ -57,7 +57,7 @@ def objects(draw: Any) -> tuple[dict[str, Any], str]:
 @lru_cache(256)
 def compiled(schema: str, whitespace: str = "") -> ByteGrammar | None:
     """None if the schema has no answer."""
-    grammar = ByteGrammar(guidance_grammar(GrammarSpec("json_schema", schema, whitespace), {}))
+    grammar = ByteGrammar(guidance_grammar(GrammarSpec("json_schema", schema, whitespace), {}, VOCAB))
     assert not grammar.error or "nsatisfiable" in grammar.error
     return None if grammar.error else grammar
 
@@ -105,7 +105,7 @@ def test_the_json_of_a_lark_grammar_has_one_spelling_of_a_name(option: dict[str,
     text = (
         f'start: "%json {{" part // %json {{\npart: %json {json.dumps(schema, indent=1)} ">" | %json  {{"const": "é"}}'
     )
-    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}))
+    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}, VOCAB))
     assert not grammar.error
     assert grammar.accepts('%json {{"age":1}>') and grammar.accepts('%json {{"é":"\u00e9"}>')
     assert grammar.accepts('%json {"é"')
@@ -116,7 +116,7 @@ def test_the_json_of_a_lark_grammar_has_one_spelling_of_a_name(option: dict[str,
 def test_the_json_behind_a_grammar_in_a_grammar_has_one_spelling_of_a_name() -> None:
     schema = json.dumps({"type": "object", "properties": {"age": {"type": "integer"}}})
     text = f'start: "<" inner ">" | last\ninner: %lark {{\nstart: %json {schema}\n}}\nlast: %json {schema}\n'
-    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}))
+    grammar = ByteGrammar(guidance_grammar(GrammarSpec("grammar", text), {}, VOCAB))
     assert grammar.accepts('<{"age":1}>') and grammar.accepts('{"age":1}')
     assert not grammar.accepts('<{"\\u0061ge":"x"}>') and not grammar.accepts('{"\\u0061ge":"x"}')
 
@@ -124,7 +124,7 @@ def test_the_json_behind_a_grammar_in_a_grammar_has_one_spelling_of_a_name() -> 
 def test_the_json_of_a_lark_grammar_is_checked() -> None:
     for schema, reason in [({"minProperties": 9}, "minProperties"), ({"enum": ["\x01"]}, "control character")]:
         with pytest.raises(ValueError, match=reason):
-            guidance_grammar(GrammarSpec("grammar", f"start: %json {json.dumps(schema)}"), {})
+            guidance_grammar(GrammarSpec("grammar", f"start: %json {json.dumps(schema)}"), {}, VOCAB)
 
 
 def test_names_and_values_keep_every_character_that_is_no_control_character() -> None:

@@ -15,7 +15,7 @@ from inflight.grammars.formats import guidance_grammar
 from inflight.grammars.schemas import checked_schema
 from inflight.grammars.spec import GrammarSpec
 
-from .conftest import ByteGrammar
+from .conftest import VOCAB, ByteGrammar
 
 OBJECT = {"type": "object"}
 A: dict[str, Any] = {"properties": {"a": {"type": "integer"}}}
@@ -24,7 +24,7 @@ B: dict[str, Any] = {"properties": {"b": {"type": "string"}}}
 
 def grammar(schema: Any, additional_properties: bool = True) -> ByteGrammar:
     spec = GrammarSpec("json_schema", json.dumps(schema), "", additional_properties)
-    made = ByteGrammar(guidance_grammar(spec, {}))
+    made = ByteGrammar(guidance_grammar(spec, {}, VOCAB))
     assert not made.error
     return made
 

@@ -149,6 +149,43 @@ def test_drafts_that_the_tokenizer_does_not_have_are_refused_like_others(in_back
         assert sequence.error == f"the grammar cannot go on: it does not allow token {unknown}"
 
 
+@pytest.mark.parametrize("tokens", ["<[*]>", "<[^1]>", "<[*]> <[*]>"])
+def test_a_grammar_of_any_token_allows_those_that_the_tokenizer_has(tokens: str) -> None:
+    """Masks and drafts agree about the others."""
+    spec = GrammarSpec("grammar", f"start: {tokens}")
+    for size, known in ((VOCAB, VOCAB), (VOCAB + 70, VOCAB + 70), (VOCAB + 400, VOCAB)):
+        grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
+        assert outcome(grammars, spec) == ""
+        bitmask = np.empty((4, mask_words(size)), dtype=np.int32)
+        jobs = [MaskJob(grammars.new(spec), 0, []), MaskJob(grammars.new(spec), 1, [size - 1])]
+        for in_background in (True, False):
+            grammars.fill(jobs, bitmask, in_background)
+            bits = np.unpackbits(bitmask.view(np.uint8), axis=1, bitorder="little")[:, :size]
+            allowed = np.arange(size) < known
+            allowed[1] = "^" not in tokens
+            assert (bits[:2] == allowed).all() and bits[3].all()
+            assert size == known or bits[2].all(), "behind a draft that it refuses, all are allowed"
+        for token in (known - 1, known, size - 1):
+            does = token < known
+            assert grammars.new(spec).num_allowed([token]) == does
+            assert grammars.new(spec).settle([], [token], [True]) == does
+            assert grammars.new(spec).settle([token], [token, token], [True, True]) >= does
+            sequence = grammars.new(spec)
+            sequence.advance([token])
+            assert bool(sequence.error) != does
+
+
+@pytest.mark.parametrize("size", [VOCAB, VOCAB + 31, VOCAB + 400])
+def test_a_grammar_that_names_a_token_that_the_vocabulary_lacks_is_refused(size: int) -> None:
+    grammars = GuidanceGrammars(DEMO.read_text, size, [EOS])
+    known = VOCAB if size == VOCAB + 400 else size
+    for tokens in (f"<[{known}]>", f'"a" <[5,{known}]>', f"<[5-{known + 9}]>", f"<[^{known + 300}]>"):
+        said = outcome(grammars, GrammarSpec("grammar", f"start: {tokens}"))
+        assert said.endswith(f"and the vocabulary has 0 to {known - 1}: name one of those") and f" {known}"[:3] in said
+    for text in (f"<[{known - 1}]>", f'"<[{known}]>" // <[{known}]>', f"/<.{known}.>/"):
+        assert outcome(grammars, GrammarSpec("grammar", f"start: {text}")) == ""
+
+
 def test_an_end_of_sequence_that_has_no_text_or_no_logits() -> None:
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB + 70, [VOCAB + 3, VOCAB + 100])
     assert "out of range" in outcome(grammars, DIGITS)
@@ -169,30 +206,34 @@ def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPa
     assert outcome(grammars, DIGITS) == ""
     assert not read[0].tokens
     tokenizer, names = grammars._begin_to_load().result()
-    assert tokenizer.vocab_size == VOCAB + 1
+    assert tokenizer.vocab_size == VOCAB + 1, "masks have a bit that is never set"
     assert tokenizer.decode_bytes([VOCAB]) == b"<[%d]>" % VOCAB, "it has bytes"
     assert names == read[0].names
 
 
 def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once."""
-    for timer in [one for one in threading.enumerate() if isinstance(one, threading.Timer)]:
-        timer.join()  # of a test before this one
-    trims: list[threading.Thread] = []
+    """Threads of running steps wait for memory meanwhile; a spare process, which has no threads, does it at once.
+
+    Trims that tests before this one have caused may come meanwhile: they do not count.
+    """
+    later: list[threading.Thread] = []
+    at_once: list[threading.Thread] = []
     may_trim, trimmed = threading.Event(), threading.Event()
 
-    def trim() -> None:
-        assert may_trim.wait(60)
-        trims.append(threading.current_thread())
-        trimmed.set()
+    class Later(heap.LaterTrim):
+        def _run(self) -> None:
+            assert may_trim.wait(60)
+            super()._run()
+            later.append(threading.current_thread())
+            trimmed.set()
 
-    for module in (guidance, heap):
-        monkeypatch.setattr(module, "trim_heap", trim)
+    monkeypatch.setattr(guidance, "LaterTrim", Later)
+    monkeypatch.setattr(guidance, "trim_heap", lambda: at_once.append(threading.current_thread()))
     monkeypatch.setattr(heap, "_DELAY", 0.0)
     grammars = GuidanceGrammars(DEMO.read_text, VOCAB, [EOS])
     assert outcome(grammars, DIGITS) == "", "it has not waited"
     may_trim.set()
     assert trimmed.wait(60)
-    assert isinstance(trims[0], threading.Timer)
+    assert isinstance(later[0], threading.Timer) and not at_once
     GuidanceGrammars(DEMO.read_text, VOCAB, [EOS]).load()
-    assert trims[1:] == [threading.current_thread()]
+    assert at_once == [threading.current_thread()] and len(later) == 1

@@ -73,10 +73,10 @@ def _tables(weights: dict[str, Tensor]) -> EncoderLayerTables:
     return EncoderLayerTables(pack("q", "k", "v"), pack("output"), pack("up"), pack("down"), norms)
 
 
-def native(layers: Layers, lengths: list[int], hidden: Tensor) -> Tensor:
+def native(layers: Layers, lengths: list[int], hidden: Tensor, read: Tensor | None = None) -> Tensor:
     starts = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     result = hidden.clone()
-    encode(layers.tables(), starts, result)
+    encode(layers.tables(), starts, result, read)
     return result
 
 
@@ -105,6 +105,25 @@ def test_layers_equal_torchs(isa: str, shape: tuple[int, int, int]) -> None:
         alone = native(layers, [length], hidden[at : at + length])
         assert torch.equal(alone, result[at : at + length]), f"a prompt of {length} tokens has other bits alone"
         at += length
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_rows_that_are_read_have_the_same_bits_if_the_last_layer_computes_no_others(
+    isa: str, shape: tuple[int, int, int]
+) -> None:
+    """The first rows of prompts, the last ones, some in between, and more of them than a thread takes at once."""
+    layers = Layers(*shape, num_layers=1 + shape[0] % 2)
+    lengths = [257, 0, 1, 80, 0, 0, 16, 17, 0]
+    hidden = embeddings(sum(lengths), layers.size)
+    expected = native(layers, lengths, hidden)
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1][torch.tensor(lengths) > 0]
+    ends = torch.tensor(lengths).cumsum(0) - 1
+    for read in (starts, ends[-2:], torch.arange(100, 100 + CHUNK + 2), torch.tensor([300])):
+        result = native(layers, lengths, hidden, read.unique())
+        assert torch.equal(result[read], expected[read])
+    others = native(layers, lengths, hidden, starts)
+    assert (others != expected).any(dim=1).sum() == len(hidden) - len(starts), "others are left out"
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -174,5 +193,7 @@ def test_any_number_of_threads_computes_the_same_bits(threads: int, more: int) -
     expected = native(layers, lengths, hidden)
     torch.testing.assert_close(expected.double(), layers.of_torch(lengths, hidden), rtol=5e-5, atol=5e-5)
     torch.set_num_threads(threads)
+    read = torch.tensor([0, rows - 40, rows - 39])
     for _ in range(8):
         assert torch.equal(native(layers, lengths, hidden), expected)
+        assert torch.equal(native(layers, lengths, hidden, read)[read], expected[read])

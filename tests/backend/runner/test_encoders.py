@@ -14,6 +14,7 @@ from encoder_checkpoints import ENCODER_VOCAB, ENCODERS, alone, logits_alone, ma
 from offline import make_core, make_device_core
 from pooled import pooled, vectors_of
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from inflight.attention.base import LayerSpec
@@ -24,7 +25,7 @@ from inflight.engine.messages import AddRequest
 from inflight.engine.pooling import Pooling
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.request.pooled_request import void_params
-from inflight.kernels.cpu.cpu_encoder import encode
+from inflight.kernels.cpu.cpu_encoder import EncoderTables, encode
 from inflight.kv_events_config import KVEventsConfig
 from inflight.loading.forward import native_encoder
 from inflight.loading.load_errors import LoadError
@@ -82,23 +83,26 @@ def test_native_layers_over_several_tiles_of_keys(
     model_type: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps in which threads take chunks of tokens, and prompts longer than a chunk of the attention kernel."""
-    calls: list[int] = []
-    monkeypatch.setattr(
-        native_encoder,
-        "encode",
-        lambda tables, starts, hidden: (calls.append(len(hidden)), encode(tables, starts, hidden)),
-    )
+    calls: list[tuple[int, list[int] | None]] = []
+
+    def spy(tables: EncoderTables, starts: Tensor, hidden: Tensor, read: Tensor | None) -> None:
+        calls.append((len(hidden), None if read is None else read.tolist()))
+        encode(tables, starts, hidden, read)
+
+    monkeypatch.setattr(native_encoder, "encode", spy)
     path = make_encoder(model_type, tmp_path, max_position_embeddings=700, initializer_range=0.1)
     model, rng = reference(path), np.random.default_rng(1)
     prompts = [rng.integers(4, ENCODER_VOCAB, length).tolist() for length in (600, 257, 16, 1, 96)]
     core = make_core(path, max_num_batched_tokens=1024)
-    calls.clear()
-    together, _ = vectors_of(core, [pooled(i, prompt, "mean") for i, prompt in enumerate(prompts)])
-    assert calls == [970]
-    for i, prompt in enumerate(prompts):
-        np.testing.assert_allclose(together[i], alone(model, prompt, "mean"), rtol=1e-5, atol=1e-6)
-        by_itself, _ = vectors_of(core, [pooled(i, prompt, "mean")])
-        assert by_itself[i].tobytes() == together[i].tobytes()
+    firsts = [0, 600, 857, 873, 874]  # all that the last layer computes, if few are read
+    for kind, read in (("mean", None), ("cls", firsts)):
+        calls.clear()
+        together, _ = vectors_of(core, [pooled(i, prompt, kind) for i, prompt in enumerate(prompts)])
+        assert calls == [(970, read)]
+        for i, prompt in enumerate(prompts):
+            np.testing.assert_allclose(together[i], alone(model, prompt, kind), rtol=1e-5, atol=1e-6)
+            by_itself, _ = vectors_of(core, [pooled(i, prompt, kind)])
+            assert by_itself[i].tobytes() == together[i].tobytes()
 
 
 @pytest.mark.parametrize(

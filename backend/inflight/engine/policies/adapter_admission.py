@@ -40,16 +40,14 @@ class AdapterAdmission(EngineListener):
         self._open: dict[str, dict[int, set[Request]]] = {}  # id of the adapter -> of the request -> its sequences
         self._begun: set[int] = set()  # ids of requests
         self._left: dict[Request, float] = {}  # of one that has waited: seconds until it fails
-        adapters.reset(rank.goes_before, _all if self._turns is None else self._turns.leaving)
+        adapters.reset(rank.goes_before, (lambda ids, *_: ids) if self._turns is None else self._turns.leaving)
 
     def arrived(self, sequences: Sequence[Request]) -> None:
         ref = _adapter_of(sequences[0])
         if ref is not None:
             self._open.setdefault(ref.id, {})[sequences[0].request_id] = set(sequences)
             was_there = self._adapters.load_of(ref) is not None
-            if self._turns is None:
-                self._adapters.start(ref, sequences[0])
-            elif was_there or self._turns.may_begin(sequences[0]):
+            if self._turns is None or was_there or self._turns.may_begin(sequences[0]):
                 self._adapters.start(ref, sequences[0])
                 self._settle(ref, sequences[0], was_there)
 
@@ -65,6 +63,8 @@ class AdapterAdmission(EngineListener):
             if request in self._left and request.held_until is not None:  # another one can still take its slot
                 self._left[request] = request.held_until - self._clock()
         answer = self._inner.admits(request, prefix, running, pool)
+        if ref is not None and self._turns is not None:
+            self._turns.waits(ref.id, request, answer not in (True, False))
         if ref is not None and answer not in (True, False):
             self._adapters.forget(ref)  # others may run in its place until the rest is there, too
             self._left.pop(request, None)
@@ -87,10 +87,9 @@ class AdapterAdmission(EngineListener):
     def _settle(self, ref: AdapterRef, request: Request, was_there: bool) -> None:
         """Charge a load that `request` has caused, if it has."""
         loaded = self._adapters.load_of(ref)
-        assert self._turns is not None
-        if loaded is not None and not was_there:
+        if self._turns is not None and loaded is not None and not was_there:
             self._turns.began(request, ref.id, loaded)
-        else:
+        elif self._turns is not None:
             self._turns.forget(request)
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
@@ -135,10 +134,6 @@ class AdapterAdmission(EngineListener):
 
     def step_failed(self, step: DoneStep) -> None:
         self._adapters.step_done(step.end - step.start, step.stats.running)
-
-
-def _all(adapter_ids: Sequence[str], request: Request | None, impatient: bool) -> Sequence[str]:
-    return adapter_ids
 
 
 def _adapter_of(request: Request) -> AdapterRef | None:

@@ -11,8 +11,8 @@ One thread loads all adapters, and memory has few places for them.  So loads are
     eviction   of the adapters that were asked for within a minute, one whose account has the most leaves first, and
                what the operator has loaded leaves last.  An account with adapters in memory takes a place of its
                own, or of one that has more; another one only after the patience of `AdapterTable`.  Its next
-               request does not take the place of an adapter that was loaded for one that has not begun: the tenant
-               would pay for both, and start with neither
+               request does not take the place of an adapter that was loaded for one that only lacks a slot or blocks:
+               the tenant would pay for both, and start with neither
 
 So a tenant that names adapters without end spends its own share on them, in memory, too.
 """
@@ -66,7 +66,7 @@ class LoadTurns(EngineListener):
         self._ahead: dict[str, None] = {}  # accounts that have loaded one ahead
         # Id of an adapter in memory -> account; None: no request has caused its load, so the operator has.
         self._payers: dict[str, str | None] = {}
-        self._unused: dict[str, Request] = {}  # id of an adapter that was loaded for this request, which has not begun
+        self._unused: dict[str, tuple[Request, bool]] = {}  # id of an adapter -> whom it was loaded for; see `waits`
         self._tokens = self._seconds = 0.0  # of the last steps
         self._load_seconds = 0.0
 
@@ -106,12 +106,17 @@ class LoadTurns(EngineListener):
                 del self._ahead[next(iter(self._ahead))]
         self._shares.charge(request, tokens)
         self._payers[adapter_id] = account
-        self._unused[adapter_id] = request
+        self._unused[adapter_id] = request, False
         self._loading.append(_Load(request, tokens, loaded))
 
     def used(self, adapter_id: str) -> None:
         """A request begins with it, or none wants it any more."""
         self._unused.pop(adapter_id, None)
+
+    def waits(self, adapter_id: str, request: Request, for_more: bool) -> None:
+        """Whether a request that has not begun, and whose adapter is loaded, waits for a grammar or the like, too."""
+        if adapter_id in self._unused and self._unused[adapter_id][0] is request:
+            self._unused[adapter_id] = request, for_more
 
     def leaving(self, adapter_ids: Sequence[str], request: Request | None, impatient: bool) -> list[str]:
         """See `Adapters.reset`."""
@@ -129,8 +134,8 @@ class LoadTurns(EngineListener):
 
     def _is_owed(self, adapter_id: str, request: Request) -> bool:
         """Whether `request`, of the same account, must leave it to the one that has paid for it."""
-        first = self._unused.get(adapter_id)
-        return first is not None and not self._shares.goes_before(request, first)
+        first, waits_for_more = self._unused.get(adapter_id, (request, True))
+        return not (waits_for_more or first.finish_reason or self._shares.goes_before(request, first))
 
     def admitted(self, request: Request, num_cached_tokens: int) -> None:
         self._ahead.pop(self._shares.account(request), None)

@@ -93,13 +93,16 @@ class EncoderTables:
         self.address = ctypes.addressof(self._struct)
 
 
-def encode(tables: EncoderTables, starts: Tensor, hidden: Tensor) -> None:
+def encode(tables: EncoderTables, starts: Tensor, hidden: Tensor, read: Tensor | None = None) -> None:
     """Run all layers over whole prompts.
 
     Args:
         starts: int32 [R + 1]; where each prompt begins among the tokens, and the number of tokens.
         hidden: float32 [T, H], contiguous: the embeddings, replaced by the hidden states.
+        read: int64 [N], contiguous, ascending: rows of `hidden` that are read afterwards, others are undefined; None:
+            all.
     """
+    rows = (None, 0) if read is None else (read.data_ptr(), len(read))
     library().inflight_ops_encode(
-        tables.address, starts.data_ptr(), len(starts) - 1, hidden.data_ptr(), torch.get_num_threads()
+        tables.address, starts.data_ptr(), len(starts) - 1, hidden.data_ptr(), *rows, torch.get_num_threads()
     )

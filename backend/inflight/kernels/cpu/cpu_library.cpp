@@ -111,7 +111,7 @@ using namespace inflight;
 extern "C" {
 
 // Incremented whenever a struct or a signature changes; library.py accepts this version only.
-int inflight_abi() { return 13; }
+int inflight_abi() { return 14; }
 
 // Digest of the sources; build.py searches the file for it.
 #if defined(INFLIGHT_SOURCES)

@@ -42,7 +42,7 @@ _FORKED = (
     'product would wait for them for ever; start it with multiprocessing\'s "spawn" method'
 )
 
-ABI = 13  # of cpu_library.cpp
+ABI = 14  # of cpu_library.cpp
 DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
 _SLACK = 64  # bytes that kernels may read past the end of an allocation
 _REBUILD = "run `python -m inflight.kernels.cpu.build`"
@@ -74,7 +74,7 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
         [*[c_void_p] * 5, c_int64, *[c_void_p] * 2, c_int64, c_void_p, c_void_p, c_int64, c_int32],
         None,
     ),
-    "inflight_ops_encode": ([c_void_p, c_void_p, c_int64, c_void_p, c_int32], None),
+    "inflight_ops_encode": ([c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32], None),
     "inflight_sampler_choose": ([c_void_p, c_int64, c_int32], None),
 }
 

@@ -35,6 +35,7 @@ class EncoderPass:
 
     Attributes:
         knows_pairs: tokens are told apart by the text of a pair that they belong to.
+        rows_read: int64 [N], ascending: the tokens of the step whose hidden states are read.
     """
 
     yields_hidden = True
@@ -51,6 +52,7 @@ class EncoderPass:
         self.knows_pairs = _knows_pairs(base)
         self._second_start = np.zeros(max_num_seqs, dtype=np.int64)
         self._types: Tensor | None = None
+        self.rows_read = torch.empty(0, dtype=torch.int64)
 
     def step(self, out: SchedulerOutput, batch: AttentionMetadata) -> None:
         for row in out.new_rows:
@@ -71,6 +73,7 @@ class EncoderPass:
             raise RuntimeError("an encoder has no logits; it yields vectors alone")
         more = {} if self._types is None else {"token_type_ids": self._types}
         positions = self._positions(input_ids, position_ids) if self._offset else position_ids
+        self.rows_read = hidden
         states = self._base(input_ids=input_ids, position_ids=positions, **more)[0][0]
         return states.new_empty(0, self._vocab_size), (), states[hidden]
 

@@ -25,6 +25,7 @@ __all__ = ["attach_native_encoder"]
 # Layers like those of BERT.  Other kinds have modules of the same names, with rotary embeddings.
 _LIKE_BERT = frozenset({"bert", "camembert", "electra", "roberta", "xlm-roberta"})
 _log = logging.getLogger(__name__)
+_FEW = 0.5  # of the tokens: the last layer computes them apart
 _GELU = "GELUActivation"  # by the normal distribution; other kinds have other classes
 
 
@@ -44,10 +45,15 @@ class _Layer:
         return [*self.qkv, self.output, self.up, self.down]
 
 
-def attach_native_encoder(base: Any, specs: Sequence[LayerSpec]) -> Callable[[], None] | None:
+def attach_native_encoder(
+    base: Any, specs: Sequence[LayerSpec], rows_read: Callable[[], Tensor]
+) -> Callable[[], None] | None:
     """Let `base`, which is on a CPU with attention attached, compute its layers natively.
 
     The layers' weights are packed, and freed.
+
+    Args:
+        rows_read: int64 [N], ascending: the tokens of the step whose last hidden states are read.
 
     Returns:
         A function that restores everything, or None if the kernel cannot compute this model; the log says why.
@@ -71,7 +77,9 @@ def attach_native_encoder(base: Any, specs: Sequence[LayerSpec]) -> Callable[[],
     def forward(hidden_states: Tensor, *_: Any, **__: Any) -> BaseModelOutputWithPastAndCrossAttentions:
         """hidden_states float32 [1, T, H], of the embeddings, which nothing else reads: replaced in place."""
         hidden = hidden_states[0].contiguous()
-        encode(tables, current_batch().query_start_loc, hidden)
+        read = rows_read()
+        few = 0 < len(read) <= len(hidden) * _FEW
+        encode(tables, current_batch().query_start_loc, hidden, read if few else None)
         return BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden[None])  # type: ignore[arg-type]
 
     module.forward = forward

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from inflight.engine.deltas import RequestFailed
 from inflight.engine.integrity import check_core
 from inflight.engine.messages import AddRequest
 from inflight.engine.policies.adapter_admission import AdapterAdmission
+from inflight.engine.policies.base import NotYet
 from inflight.engine.policies.fair_queue import FairQueue
 from inflight.engine.policies.load_turns import LoadTurns
 from inflight.engine.pooling import Pooling
@@ -162,8 +165,11 @@ class Machine:
             self.now = next_end if self.now < next_end < self.now + 1.0 else self.now + 0.002
 
     def run(self) -> None:
+        self.step_until(lambda: not self.core.has_work)
+
+    def step_until(self, is_so: Callable[[], bool]) -> None:
         for _ in range(20_000):
-            if not self.core.has_work:
+            if is_so():
                 return
             self.step()
         raise AssertionError("it never ends")
@@ -267,6 +273,67 @@ def test_a_tenant_starts_with_what_it_has_loaded_before_it_loads_the_next_one() 
         machine.step()
     ended = Counter(machine.requests[number].tenant for number in machine.ended)
     assert sum(machine.table.loads.values()) - ended["a"] <= 2 and ended["a"] > 8
+
+
+def answers_within(machine: Machine) -> dict[int, bool | NotYet]:
+    """By id of a request whose adapter is loaded; of others the policy within answers as ever."""
+    inner, answers = machine.admission._inner, dict[int, bool | NotYet]()
+
+    def admits(request: Request, *rest: Any) -> bool | NotYet:
+        return answers[request.request_id] if request.request_id in answers else inner.admits(request, *rest)
+
+    machine.admission._inner = SimpleNamespace(admits=admits)  # type: ignore[assignment]
+    return answers
+
+
+def start_within_patience(machine: Machine, number: int) -> None:
+    while number not in machine.first:
+        machine.step()
+        assert number not in machine.failed
+    assert machine.first[number] < 2.0 + 2 * machine.load_seconds, "the patience of the table, and its load"
+
+
+def test_a_request_that_waits_for_a_grammar_too_leaves_its_place_to_its_tenants_next_one() -> None:
+    machine = Machine(EACH, kept=1)
+    answers = answers_within(machine)
+    answers[0] = NotYet("its grammar", 60.0)
+    machine.ask("a", "a0")
+    machine.step_until(lambda: machine.table.get("id of a0") is not None)
+    machine.ask("a", "a1")
+    start_within_patience(machine, 1)
+    del answers[0]
+    machine.run()
+    assert machine.ended == {0, 1} and dict(machine.table.loads) == {"a0": 2, "a1": 1}
+
+
+def test_one_that_has_its_grammar_and_lacks_blocks_keeps_the_place() -> None:
+    machine = Machine(EACH, kept=1)
+    answers = answers_within(machine)
+    answers[0] = NotYet("its grammar", 60.0)
+    machine.ask("a", "a0")
+    machine.step_until(lambda: machine.now > 1.0)
+    answers[0] = False
+    machine.ask("a", "a1")
+    machine.step_until(lambda: machine.now > 4.0)
+    assert dict(machine.table.loads) == {"a0": 1}, "it would load twice"
+    del answers[0]
+    machine.run()
+    assert machine.ended == {0, 1} and dict(machine.table.loads) == {"a0": 1, "a1": 1}
+
+
+def test_one_that_has_ended_keeps_no_place_while_another_tenant_waits_with_its_adapter() -> None:
+    machine = Machine(EACH, kept=1)
+    answers = answers_within(machine)
+    answers[0], answers[1] = False, NotYet("its grammar", 60.0)
+    machine.ask("a", "a0")
+    machine.ask("b", "a0")
+    machine.step_until(lambda: machine.now > 1.0)
+    machine.core.abort(0)
+    machine.ask("a", "a2")
+    start_within_patience(machine, 2)
+    del answers[1]
+    machine.run()
+    assert machine.ended == {1, 2}
 
 
 def test_only_the_first_pays_and_a_failed_load_costs_what_others_did() -> None:
