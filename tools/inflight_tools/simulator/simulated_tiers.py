@@ -52,9 +52,9 @@ class _Tiers(Tiers):
     noted: dict[bytes, float] = field(default_factory=dict)
     clock: Callable[[], float] = time.monotonic
 
-    def missing_in(self, block_hash: bytes, is_computed: bool) -> list[EngineTier]:
-        self.noted[self.seal.key_of(block_hash)] = self.clock()
-        return super().missing_in(block_hash, is_computed)
+    def missing_in(self, key: bytes, is_computed: bool) -> list[EngineTier]:
+        self.noted[key] = self.clock()
+        return super().missing_in(key, is_computed)
 
 
 class Peer(Protocol):
