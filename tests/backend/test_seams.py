@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from source_tree import source_tree
+
 BACKEND = Path(__file__).parents[2] / "backend" / "inflight"
 # The rooms of the seams; loading and kernels look at modules of transformers, whose attributes are theirs to have.
 SEAMS = [
@@ -40,7 +42,7 @@ EXCEPTIONS = {
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(source_tree(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             yield node
 

@@ -9,6 +9,8 @@ import ast
 import re
 from pathlib import Path
 
+from source_tree import source_tree
+
 BACKEND = Path(__file__).parents[2] / "backend"
 DOCS = Path(__file__).parents[2] / "docs"
 MAX_LINES = 1800
@@ -39,7 +41,7 @@ def file_of(module: str) -> Path:
 def imports_of(module: str) -> set[str]:
     """Modules of ours that it imports anywhere; not for type checking alone."""
     found = set()
-    for node in ast.walk(ast.parse(file_of(module).read_text(encoding="utf-8"))):
+    for node in ast.walk(source_tree(file_of(module))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("inflight"):
             names = {f"{node.module}.{alias.name}" for alias in node.names}
             found |= {name if file_of(name).exists() else node.module for name in names}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
+from source_tree import source_tree
+
 import inflight
 from inflight.runner.pooling import UNUSABLE_VECTOR
 from inflight.sampling.unusable import UNUSABLE_LOGITS
@@ -82,7 +84,7 @@ def backend_errors() -> list[tuple[str, str]]:
     package = Path(inflight.__file__).parent
     found = []
     for path in package.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(source_tree(path)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 arguments = {"RequestError": node.args, "RequestFailed": node.args[1:]}.get(node.func.id, [])
                 texts = [spelled_out(argument) for argument in arguments[:2]]
@@ -105,7 +107,7 @@ def test_every_refusal_of_a_request_for_vectors_is_the_callers_mistake() -> None
     folder = Path(inflight.__file__).parent / "frontend" / "request"
     found = []
     for name in ("pooled_request.py", "pooled_prompts.py"):
-        for node in ast.walk(ast.parse((folder / name).read_text(encoding="utf-8"))):
+        for node in ast.walk(source_tree(folder / name)):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
                 place = {"RequestError": 1, "ValueError": 0}.get(node.func.id)
                 said = None if place is None else spelled_out(node.args[place])

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from frontend_rig import RecordingClient, RecordingStats, demo_tokenizer
+from source_tree import source_tree
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest
@@ -40,7 +41,7 @@ def test_a_new_field_of_the_message_reaches_the_engine_by_itself() -> None:
     [(supervisor, {"params"}), (send_buffer, {"request_id", "params"}), (output_processor, {"request_id", "params"})],
 )
 def test_modules_that_pass_a_request_on_name_only_the_fields_they_need(module: object, needed: set[str]) -> None:
-    tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))  # type: ignore[attr-defined]
+    tree = source_tree(Path(module.__file__))  # type: ignore[attr-defined]
     attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     keywords = {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
     assert (attributes | keywords) & set(AddRequest.__struct_fields__) == needed
