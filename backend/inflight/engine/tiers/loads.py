@@ -21,8 +21,10 @@ __all__ = ["Loads"]
 
 _MOST_IN_FLIGHT = 64  # extents
 _SHARE = 0.06  # of the time beside running requests in which a tier's threads may use a core
-_MOST_EARNED = 5e-3  # CPU seconds of a step: the next one may be short
-_RECENT = 8  # steps that tell the pace
+_MOST_SHARE = 0.5  # the same if they must hurry
+_IN_TIME = 1.25  # they come so much sooner than they must
+_MOST_EARNED = 5e-3  # CPU seconds of a step, at the usual share: the next one may be short
+_RECENT = 8  # steps that tell how long a CPU second takes
 
 
 class Loads(EngineListener):
@@ -30,6 +32,7 @@ class Loads(EngineListener):
 
     A CPU computes a step on all of its cores, so each moment of a tier's thread makes one late.  A step is counted with
     the CPU time that it had at most: others may have delayed it.  A GPU needs no pace: its steps share the bus alone.
+    Loads that would come too late at that pace hurry: to compute the same would hold up others far longer.
 
     A block is free as soon as its request ends, and steps in flight may still write it: a load begins when all steps
     are done that were made before its blocks were reserved.  The next step may copy out blocks of preempted requests:
@@ -51,8 +54,9 @@ class Loads(EngineListener):
         self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._is_beside = False  # running requests
         self._left = math.inf  # CPU seconds that loads may still take in it
-        self._recent = deque[tuple[float, float]](maxlen=_RECENT)  # steps beside requests: seconds, CPU seconds earned
-        self._pace = 1 / _SHARE  # seconds of such steps that earn a CPU second for loads
+        self._recent = deque[tuple[float, float]](maxlen=_RECENT)  # steps beside requests: seconds, those with a core
+        self._pace = 1.0  # seconds of such steps for each one with a core
+        self._share = _SHARE  # of a core that loads get in this step
         self._wanted: dict[bytes, int] = {}  # in this step: last hash of the first -> extents that have no load yet
         self._num_made = self._num_done = 0  # steps
         self._reserved: deque[tuple[int, ExtentLoad]] = deque()  # they begin when so many steps are done
@@ -97,9 +101,10 @@ class Loads(EngineListener):
         """Adopt what has arrived, and free the blocks of what has not."""
         now = self.clock(), self.tiers.cpu_clock()
         took = now[0] - self._began[0]
-        earned = min(_MOST_EARNED, _SHARE * min(took, now[1] - self._began[1]))
+        had = min(took, now[1] - self._began[1], _MOST_EARNED / _SHARE)  # seconds with a core
+        earned, self._share = self._share * had, _SHARE
         if running:
-            self._recent.append((took, earned))
+            self._recent.append((took, had))
             self._pace = _usual_pace(self._recent)
         self._is_beside = bool(running)
         is_paced = self._is_beside and self.tiers.on_cores
@@ -140,10 +145,11 @@ class Loads(EngineListener):
         wanted = sum(self._wanted.values()) + max(0, count - same) if count else 0
         ahead = sum(load.tier is tier for load in self.tiers.loads.values())
         owed = wanted * tier.extent_cpu_seconds - self._left if count else 0.0  # what has begun waits for no pace
-        paced = max(0.0, owed) * self._pace
+        takes = max(0.0, owed) * self._pace  # with a core
         begin_later = self._left <= 0 or (self._is_beside and self._preempted)
-        if not (self.tiers.loads or begin_later) or max(paced, tier.seconds(ahead + wanted)) >= seconds:
+        if not (self.tiers.loads or begin_later) or max(takes / _MOST_SHARE, tier.seconds(ahead + wanted)) >= seconds:
             return False
+        self._share = max(self._share, min(_MOST_SHARE, _IN_TIME * takes / seconds))
         self._wanted[block_hash] = max(count, same)
         return True
 
@@ -159,7 +165,6 @@ class Loads(EngineListener):
 
 
 def _usual_pace(steps: Iterable[tuple[float, float]]) -> float:
-    """Seconds for each CPU second earned, without the longest step: it may be late for reasons of its own."""
-    usual = sorted(steps)[:-1]
-    earned = math.fsum(each for _, each in usual)
-    return math.fsum(took for took, _ in usual) / earned if earned else 1 / _SHARE
+    """Seconds for each one with a core, without the longest step: it may be late for reasons of its own."""
+    took, had = (math.fsum(each) for each in zip((0.0, 0.0), *sorted(steps)[:-1]))
+    return took / had if had else 1.0

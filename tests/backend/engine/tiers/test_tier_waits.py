@@ -169,17 +169,23 @@ def test_a_long_step_earns_loads_no_more_than_a_few_milliseconds():
     assert from_tiers(rig)._loads._left == pytest.approx(5e-3)
 
 
-def test_long_steps_earn_loads_less_than_a_tenth_of_their_time():
-    """Nine extents, each 3 ms of a core: 27 ms, in steps of 0.2 s that earn 5.  Computing takes 0.72 s, loading 1.2."""
-    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=3e-3)
-    add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
-    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 2e-2):
-        for number in range(12):
-            if number == 8:
+def test_loads_that_the_usual_share_would_make_too_late_hurry():
+    """Nine extents, each 1 ms of a core, and the engine has a quarter of one: 0.6 s at the usual share.  Computing
+    takes 0.36 s, and would hold up the running request as long."""
+    rig = rig_of(stored(PROMPT[:36]), cpu_seconds=1e-3)
+    rig.tiers.cpu_clock = lambda: 0.25 * rig.now
+    loads, shares = from_tiers(rig)._loads, []
+    add(rig.core, 1, [5], max_tokens=80, ignore_eos=True)
+    with mock.patch.object(tier_admission, "_UNMEASURED_SECONDS", 1e-2):
+        for number in range(60):
+            if number == 10:
                 add(rig.core, 0, PROMPT[:37], max_tokens=4, ignore_eos=True)
-            rig.now += 0.2
+            rig.now += 0.01
             rig.step(99)
-    assert rig.outputs[0, 0] and not rig.core.scheduler.held
+            shares.append(loads._share)
+    assert rig.outputs[0, 0] == answer(PROMPT[:37], len(rig.outputs[0, 0])) and rig.tiers.num_hits == 36
+    assert min(shares) == 0.06 < max(shares) <= 0.5
+    assert shares[:10] == [0.06] * 10 and shares[-1] == 0.06
 
 
 @pytest.mark.parametrize("number", [0, 1, 5])
@@ -225,12 +231,12 @@ def loaded_beside_a_stream(rig: TieredRig, before: Callable[[int], None] = lambd
 
 
 def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serves_a_few():
-    """Each has nine extents, at 0.3 ms: 27 ms at the pace, and computing one takes 72."""
+    """Each has nine extents, at 1.8 ms of a core: 32 ms at half a core, the most, and computing one takes 72."""
     prompts = [[n + 1, *PROMPT[1:36]] for n in range(8)]
     store = MemoryStore()
     for prompt in prompts:
         serve(rig_of(store), 0, prompt)
-    rig = rig_of(store, max_num_seqs=16, cpu_seconds=3e-4)
+    rig = rig_of(store, max_num_seqs=16, cpu_seconds=1.8e-3)
     add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
     rig.step()
     for request_id, prompt in enumerate(prompts):
@@ -247,7 +253,7 @@ def test_conversations_that_return_together_do_not_all_wait_for_a_pace_that_serv
 def test_requests_that_share_a_prefix_wait_for_its_loads_as_one_does():
     """As above, but all want the same nine extents."""
     prompt = [9, *PROMPT[1:36]]
-    rig = rig_of(stored(prompt), max_num_seqs=16, cpu_seconds=3e-4)
+    rig = rig_of(stored(prompt), max_num_seqs=16, cpu_seconds=1.8e-3)
     add(rig.core, 99, [5], max_tokens=60, ignore_eos=True)
     rig.step()
     for request_id in range(8):
@@ -363,8 +369,8 @@ def test_where_nothing_runs_loads_take_all_there_is():
 
 
 def test_loads_that_would_take_a_core_too_long_beside_others_are_not_waited_for():
-    """Ten extents at 0.3 ms: 30 ms at the pace, and computing them takes 20."""
-    rig = rig_of(stored(), cpu_seconds=3e-4)
+    """Ten extents at 1 ms: 20 ms at half a core, the most, and computing them takes 20."""
+    rig = rig_of(stored(), cpu_seconds=1e-3)
     add(rig.core, 1, [5], max_tokens=60, ignore_eos=True)
     rig.step()
     add(rig.core, 0, PROMPT, max_tokens=4, ignore_eos=True)
