@@ -1,8 +1,7 @@
 """Changes of the prefix cache as vLLM's KV events, and what a subscriber that missed none of them knows.  No torch.
 
 The events are those of vLLM since its pull request 42892 (`vllm/distributed/kv_events.py`): MessagePack, a batch as an
-array, an event as a map with its name under "type".  vllm-router reads this form, as tests/ show; by their source, the
-routers of Dynamo and llm-d do, too.
+array, an event as a map with its name under "type".  vllm-router reads this form, as tests/ show.
 
 A router computes the keys of its own index from the token ids; a hash only has to be the same in later events.  It is
 sent as an integer, as vLLM does by default, and of 63 bits: some subscribers read it as signed, some as unsigned.
