@@ -10,6 +10,10 @@ from typing import Any
 
 __all__ = ["InterruptLater", "TurnLock"]
 
+# A signal that arrives between Python's last look at signals and the wait itself does not end the wait; only the next
+# look finds it.
+_POLL_S = 0.5
+
 
 class TurnLock:
     """A lock that goes to the thread that has waited longest.
@@ -26,21 +30,23 @@ class TurnLock:
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        with self._mutex:
-            if self._owner in (None, me):
-                self._owner = me
-                return
-            gate = threading.Lock()
-            gate.acquire()
-            self._waiting.append((me, gate))
+        gate = threading.Lock()
+        gate.acquire()
         try:
-            gate.acquire()
+            with self._mutex:
+                if self._owner in (None, me):
+                    self._owner = me
+                    return
+                self._waiting.append((me, gate))
+            while not gate.acquire(timeout=_POLL_S):
+                pass
         except BaseException:  # an interrupt: the turn goes to the next thread
             with self._mutex:
                 if (me, gate) in self._waiting:
                     self._waiting.remove((me, gate))
                     raise
-            self.__exit__()
+            if self._owner == me:
+                self.__exit__()
             raise
 
     def __exit__(self, *exception: Any) -> None:

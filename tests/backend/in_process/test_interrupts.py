@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,7 @@ def test_turns_go_to_the_thread_that_has_waited_longest() -> None:
 
 
 def test_a_wait_for_a_turn_can_be_interrupted() -> None:
+    """Also by a signal that does not end the wait itself: the kernel hands it to another thread here."""
     lock = TurnLock()
     held, done = threading.Event(), threading.Event()
 
@@ -183,7 +185,7 @@ def test_a_wait_for_a_turn_can_be_interrupted() -> None:
             held.set()
             while not lock._waiting:
                 pass
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # type: ignore[arg-type]
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
             done.wait()
 
     holder = threading.Thread(target=hold, daemon=True)
@@ -193,8 +195,34 @@ def test_a_wait_for_a_turn_can_be_interrupted() -> None:
         raise AssertionError("the lock is held")
     done.set()
     holder.join()
+    assert not lock._waiting
     with lock:
         pass
+
+
+def test_an_interrupt_between_queueing_and_waiting_leaves_no_turn_behind() -> None:
+    class Interrupting(deque[Any]):
+        def append(self, item: Any) -> None:
+            super().append(item)
+            raise KeyboardInterrupt
+
+    lock = TurnLock()
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            done.wait()
+
+    holder = threading.Thread(target=hold, daemon=True)
+    holder.start()
+    held.wait()
+    lock._waiting = Interrupting()
+    with pytest.raises(KeyboardInterrupt), lock:
+        raise AssertionError("the lock is held")
+    done.set()
+    holder.join()
+    assert lock._owner is None
 
 
 @pytest.fixture
