@@ -40,6 +40,7 @@ from inflight.engine.heartbeat import Heartbeat
 from inflight.engine.heartbeat_listener import HeartbeatListener
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.kv_events.kv_events import KVEvents
+from inflight.engine.last_steps import collect_last_steps
 from inflight.engine.messages import (
     AbortRequest,
     AddRequest,
@@ -225,6 +226,17 @@ def _step(engine: Engine, frontends: Frontends) -> None:
         trace.sent(time.monotonic() - start)
 
 
+def _close(engine: Engine) -> None:
+    """Close what others read, once tiers have got the KV of the last requests."""
+    tiers = engine.core.info.tiers
+    if tiers is not None:
+        collect_last_steps(engine.core)
+    if engine.kv_events is not None:
+        engine.kv_events.close()
+    if tiers is not None:
+        tiers.close()
+
+
 def _answer(engine: Engine, ask: Ask, sender: Frontend, inbox: Inbox) -> None:
     """Send the answer, or why there is none.  One that comes late passes through the inbox: only this thread sends."""
     late = _LATE_HANDLERS.get(type(ask.question))
@@ -339,10 +351,7 @@ def main(argv: list[str] | None = None) -> int:
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
         serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
-        if engine.kv_events is not None:
-            engine.kv_events.close()
-        if core.info.tiers is not None:
-            core.info.tiers.close()
+        _close(engine)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone
     except Exception as error:

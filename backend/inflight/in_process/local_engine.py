@@ -23,6 +23,7 @@ from inflight.engine.core import EngineCore
 from inflight.engine.deltas import RequestFailed, SequenceDelta
 from inflight.engine.held_requests import HELD_POLL_SECONDS
 from inflight.engine.kv_events.kv_events import KVEvents, expect_kv_events, make_kv_events
+from inflight.engine.last_steps import collect_last_steps
 from inflight.engine.messages import AddRequest, StepMessage
 from inflight.engine.sampling_params import SamplingParams as EngineParams
 from inflight.engine.step_trace import StepTrace, make_trace
@@ -315,6 +316,8 @@ class LocalEngine:
                 while self._unwanted:
                     self._end_ids([self._unwanted.popleft()])
                 done = work()
+                if not self._open and self._info.tiers is not None:
+                    collect_last_steps(self.core)
             except BaseException as error:
                 self._fail_interrupted(f"{type(error).__name__}: {error}".rstrip(": "))
                 raise

@@ -119,6 +119,20 @@ def test_a_conversation_returns_in_a_new_engine(tmp_path, kind, options):
         assert [said, answer] == greedy_reference(folder, [PROMPT, turn], [20, 20])
 
 
+def test_what_ends_with_a_stop_token_is_kept_though_a_step_was_launched_ahead(tmp_path, folder):
+    """No request follows that would collect that step."""
+    with engine(folder, tmp_path / "other", async_scheduling=True) as llm:
+        [(said, _)] = outputs(llm, [PROMPT], 40)
+        stops = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[said[30]])
+    with engine(folder, tmp_path / "kv", async_scheduling=True) as llm:
+        [answer] = llm.generate([{"prompt_token_ids": PROMPT}], stops)
+    ended = list(answer.outputs[0].token_ids)
+    assert ended == said[: len(ended)] and len(ended) < 40
+    with engine(folder, tmp_path / "kv", async_scheduling=True) as llm:
+        [(_, cached)] = outputs(llm, [[*PROMPT, *ended, 5]], 1)
+    assert cached == (len(PROMPT) + len(ended) - 1) // 4 * 4
+
+
 @pytest.mark.nightly
 def test_an_engine_of_one_request_loads_too(tmp_path):
     """Its pool has room for loads beside the longest request."""

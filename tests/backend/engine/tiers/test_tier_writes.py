@@ -202,6 +202,24 @@ def test_what_an_aborted_request_leaves_is_kept_though_no_step_follows():
     assert not rig.core.has_work and rig.hand.tasks
 
 
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_the_last_request_leaves_is_kept_though_the_engine_ends_beside_a_step(ends):
+    """Ended by a stop token, which a step launched ahead did not know of, or by the end of the engine."""
+    store = MemoryStore()
+    rig = rig_of(store, async_scheduling=True)
+    said = answer(PROMPT, 9)
+    stops = [said[-1]] if ends else []
+    add(rig.core, 0, PROMPT, max_tokens=40, ignore_eos=True, stop_token_ids=stops)
+    while len(rig.outputs.get((0, 0), [])) < len(said):
+        rig.step()
+    assert rig.reasons == ({(0, 0): "stop"} if ends else {}) and rig.core.has_work
+    with mock.patch.object(rig.tiers, "close", lambda: rig.hand.run(99)):
+        worker._close(worker.Engine(rig.core, None))
+    tokens = [*PROMPT, *said]
+    assert rig.payloads(tokens[: len(tokens) // 4 * 4]).keys() & store.extents.keys()
+    assert store.extents.keys() <= rig.payloads(tokens).keys()
+
+
 @pytest.mark.parametrize(("length", "num_kept"), [(12, 0), (16, 1), (27, 1)])
 def test_a_short_part_of_an_extent_is_not_kept(length, num_kept):
     """Of less than a quarter: most turns of a chat would leave one, and no turn reads it again but the next."""
