@@ -194,6 +194,21 @@ def test_a_medium_that_becomes_slow_is_given_up_in_time(extents: dict[bytes, byt
     assert seconds < 0.65 * computed[0]
 
 
+def test_a_new_engine_learns_what_computing_takes_while_a_conversation_waits(
+    extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses an eighth, and computes other prompts for longer than that before the conversation has come."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    medium = Medium()
+    medium.rate = 50e6
+    rig = engine(medium)
+    medium.extents = dict(extents)
+    for number in (1, 2):
+        add(rig.core, number, [11 + number, *PROMPT[:511]], max_tokens=1)
+    first_token(rig, medium, PROMPT, 0)
+    assert rig.tiers.num_hits == 7936
+
+
 def seconds_of(
     rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int, late: Mapping[int, float] | None = None
 ) -> list[tuple[float, int]]:
