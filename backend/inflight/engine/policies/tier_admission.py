@@ -100,7 +100,7 @@ class TierAdmission(EngineListener):
         self._tiers = loads.tiers
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
-        self._num_steps = self._longest = 0  # longest: tokens of the longest prompt whose cost was observed
+        self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
@@ -129,8 +129,8 @@ class TierAdmission(EngineListener):
                 if num > 1 and row not in out.draft_token_ids:
                     start, end = self._computed.get(slot, (0, 0))
                     start, end = self._computed[slot] = start if end == done else done, done + num
-                    if end - start >= max(_MEASURED_TOKENS, start):  # a few tokens behind found ones tell too little
-                        self._longest = max(self._longest, end)
+                    if end - start >= max(_MEASURED_TOKENS, start // 4):  # few behind many found ones tell too little
+                        self._longest = max(self._longest, min(end, 2 * (end - start)))
 
     def ended(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
