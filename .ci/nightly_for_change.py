@@ -23,6 +23,7 @@ ROOMS = {
         "tests/e2e/test_adapters.py",
         "tests/e2e/test_adapters_real_model.py",
         "tests/gpu/test_gpu_lora.py",
+        "tests/real_model/test_tiers.py",
     ],
     "backend/inflight/attention/": [
         "tests/backend/kernels",

@@ -51,7 +51,7 @@ class _Visit:
     Attributes:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
-        until: when computing would have ended.
+        until: when computing would have ended, as it is measured now; no later than `latest`.
         order: the tiers that are still to be asked.
         asked: the one that is asked, `stop` at that time, and its answer.
         has_asked: any in this look; `has_looked`: the first look is over.
@@ -69,8 +69,9 @@ class _Visit:
     num_blocks: int
     num_found: int
     began: float
-    until: float
+    latest: float
     order: Iterator[EngineTier]
+    until: float = 0.0
     asked: tuple[EngineTier, int, Future[tuple[int, int | None]]] | None = None
     has_asked: bool = False
     has_looked: bool = False
@@ -99,7 +100,7 @@ class TierAdmission(EngineListener):
         self._tiers = loads.tiers
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
-        self._num_steps = self._longest = 0  # longest: tokens of the longest prompt whose cost was observed
+        self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
@@ -128,8 +129,8 @@ class TierAdmission(EngineListener):
                 if num > 1 and row not in out.draft_token_ids:
                     start, end = self._computed.get(slot, (0, 0))
                     start, end = self._computed[slot] = start if end == done else done, done + num
-                    if end - start >= max(_MEASURED_TOKENS, start):  # a few tokens behind found ones tell too little
-                        self._longest = max(self._longest, end)
+                    if end - start >= max(_MEASURED_TOKENS, start // 4):  # few behind many found ones tell too little
+                        self._longest = max(self._longest, min(end, 2 * (end - start)))
 
     def ended(self, request: Request) -> None:
         visit = self._visits.pop(request, None)
@@ -149,20 +150,18 @@ class TierAdmission(EngineListener):
     def _visit(self, request: Request, prefix: Sequence[int]) -> _Visit:
         pool, size, now = self._loads.pool, self._tiers.extent_blocks, self._loads.clock()
         num_blocks = (request.num_tokens - 1) // pool.block_size
-        seconds = self._compute_seconds(len(prefix), num_blocks) if num_blocks > len(prefix) else 0.0
         tiers = list(self._tiers.tiers)
-        until = now + min(seconds, _LONGEST_WAIT)
-        if request.held_until is not None:
-            until = min(until, request.held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(num_blocks, len(prefix), now, until, iter(tiers + tiers[:-1]))
+        held_until = math.inf if request.held_until is None else request.held_until
+        latest = min(now + _LONGEST_WAIT, held_until - _OTHER_WAIT_SECONDS)
+        visit = _Visit(num_blocks, len(prefix), now, latest, iter(tiers + tiers[:-1]))
         visit.is_over = (
-            seconds < _FEW_SECONDS
+            self._compute_seconds(len(prefix), num_blocks) < _FEW_SECONDS
             or not request.caches_blocks
             or (request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens)
             or sum(not other.is_over for other in self._visits.values()) >= _MOST_WAITING
             or pool.most_reserved < size
             or not any(tier.is_open for tier in tiers)
-            or until <= now
+            or latest <= now
         )
         if not visit.is_over:
             pool.hashes(request, num_blocks)
@@ -173,6 +172,7 @@ class TierAdmission(EngineListener):
         """Whether to wait; starts what can be started."""
         size, now = self._tiers.extent_blocks, self._loads.clock()
         first = len(prefix) // size * size
+        visit.until = min(visit.began + self._compute_seconds(visit.num_found, visit.num_blocks), visit.latest)
         if now >= visit.until:
             return False
         if not visit.has_looked and not self._has_looked(visit, request):

@@ -146,12 +146,16 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def extents() -> dict[bytes, bytes]:
     """Of the conversation."""
+    return extents_of(PROMPT)
+
+
+def extents_of(prompt: list[int]) -> dict[bytes, bytes]:
     medium = Medium()
     rig = engine(medium)
-    first_token(rig, medium, PROMPT, 0)
+    first_token(rig, medium, prompt, 0)
     while rig.hand.tasks or medium._in_progress:
         medium.pass_time(1.0)
-    assert len(medium.extents) >= len(PROMPT) // BLOCK // EXTENT_BLOCKS
+    assert len(medium.extents) >= len(prompt) // BLOCK // EXTENT_BLOCKS
     return medium.extents
 
 
@@ -192,6 +196,39 @@ def test_a_medium_that_becomes_slow_is_given_up_in_time(extents: dict[bytes, byt
     (seconds, hits), _ = seconds_of(1e9, extents, 0.0, beside, dict.fromkeys(range(31, 62), each))
     assert hits >= 31 * BLOCK * EXTENT_BLOCKS
     assert seconds < 0.65 * computed[0]
+
+
+def test_a_new_engine_learns_what_computing_takes_while_a_conversation_waits(
+    extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses an eighth, and computes other prompts for longer than that before the conversation has come."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    medium = Medium()
+    medium.rate = 50e6
+    rig = engine(medium)
+    medium.extents = dict(extents)
+    for number in (1, 2):
+        add(rig.core, number, [11 + number, *PROMPT[:511]], max_tokens=1)
+    first_token(rig, medium, PROMPT, 0)
+    assert rig.tiers.num_hits == 7936
+
+
+def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
+    extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    other = [13, *PROMPT[:3000]]
+    medium = Medium()
+    rig = engine(medium)
+    medium.extents = extents | extents_of(other[:1700])
+    add(rig.core, 1, other, max_tokens=1)
+    while not rig.core.scheduler.running:
+        medium.pass_time(HELD_POLL_SECONDS)
+        rig.core.step()
+    assert rig.tiers.num_hits == 1696
+    medium.rate = 150e6
+    first_token(rig, medium, PROMPT, 0)
+    assert rig.tiers.num_hits == 1696 + 7936
 
 
 def seconds_of(
