@@ -212,7 +212,7 @@ async def test_another_secret_and_another_checkpoint_are_a_miss(
 ) -> None:
     """Each of them changes on the server that computes the prompt, and then everything is as before.
 
-    It comes before the tests that kill gateways: Triton can keep an unloaded model, and the port of its engine, for ever
+    It comes before the tests that kill gateways: Triton can keep an unloaded model, and its engine the port, for ever
     if a stream of it was cut off (docs/operations/drain-and-reload.md).
     """
     more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
