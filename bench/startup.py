@@ -72,7 +72,7 @@ def start(options: dict[str, Any], keep: str) -> float:
 def killed(options: dict[str, Any], keep: str) -> common.Run:
     """Seconds from SIGKILL to the next token, and the memory of the engine and its spare process in MiB."""
     from inflight.config import EngineConfig
-    from inflight.engine.messages import AddRequest, StepMessage, encode
+    from inflight.engine.messages import AddRequest, encode
     from inflight.engine.sampling_params import SamplingParams
     from inflight.frontend.engine_client.engine_launcher import EngineLauncher
     from inflight.frontend.engine_client.engine_process import EngineProcess, engine_command
@@ -86,8 +86,7 @@ def killed(options: dict[str, Any], keep: str) -> common.Run:
         assert isinstance(engine, EngineProcess)
         engine.wait_ready(600)
         engine.send(encode(request))
-        while not isinstance(message := next_message(engine), StepMessage) or not message.tokens.token_ids:
-            pass
+        until_a_token(engine)
         return engine
 
     engine = started()
@@ -142,6 +141,18 @@ def ask_for_digits(engine: Any) -> None:
     while True:
         message = next_message(engine)
         if isinstance(message, StepMessage) and any(delta.finish_reason for delta in message.deltas):
+            return
+
+
+def until_a_token(engine: Any) -> None:
+    """Receive up to a message with a token: a request's first one comes in a delta, those behind it in columns."""
+    from inflight.engine.messages import StepMessage
+
+    while True:
+        message = next_message(engine)
+        if isinstance(message, StepMessage) and (
+            message.tokens.token_ids or any(delta.token_ids for delta in message.deltas)
+        ):
             return
 
 

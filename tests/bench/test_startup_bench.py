@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import startup
 
-from inflight.engine.deltas import RequestFailed, StepStats
+from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats, TokenColumns
 from inflight.engine.messages import StepMessage
 
 
@@ -47,6 +47,19 @@ def test_an_engine_that_sends_nothing_ends_the_benchmark(monkeypatch: pytest.Mon
     monkeypatch.setattr(startup, "MOST_SECONDS", 0.0)
     with pytest.raises(RuntimeError, match="has sent nothing"):
         startup.ask_for_digits(Engine())
+
+
+@pytest.mark.parametrize("first", ["delta", "columns"])
+def test_the_time_to_a_token_ends_with_the_first_one(first: str) -> None:
+    """Whichever part of a step's message it is in."""
+    stats = StepStats(*[0] * 10, 0.0)
+    none = StepMessage([], stats)
+    of_delta = StepMessage([SequenceDelta(1, 0, [7])], stats)
+    of_columns = StepMessage([], stats, TokenColumns([1], [0], [8]))
+    engine = Engine(none, *([of_delta, of_columns] if first == "delta" else [of_columns, of_delta]), none)
+    startup.until_a_token(engine)
+    left = engine.receive()
+    assert left == (of_columns if first == "delta" else of_delta)
 
 
 def test_memory_that_never_settles_ends_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:

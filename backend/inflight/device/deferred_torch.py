@@ -1,9 +1,10 @@
 """`import torch` without the parts that only compilers and tracers use, until something uses them.  No torch here.
 
-`torch._meta_registrations` (shapes of results without data, for a thousand operators) and `torch.export` take a third
-of the import, and an engine that runs kept weights never needs them.  Where they belong are placeholders: an attribute
-of one, or the first import of a package that traces (transformers does), imports what they stand for, as `import torch`
-would have done.
+`torch._meta_registrations` (shapes of results without data, for a thousand operators), `torch.export` and three smaller
+packages take more than a third of the import, and an engine that runs kept weights never needs them.  Where they
+belong are placeholders: an attribute of one, or the first import of a package that traces (transformers does), imports
+what they stand for, as `import torch` would have done.  A torch that was built without CUDA imports no bindings for
+CUDA either, which another package may have installed.
 
 torch promises nothing about the order of its own imports, so this is done for the versions alone that it was tried
 with; other versions are imported whole.
@@ -11,10 +12,11 @@ with; other versions are imported whole.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
@@ -24,7 +26,8 @@ from typing import Any
 __all__ = ["complete_torch", "import_torch"]
 
 _TRIED = ("2.13.0",)
-_PARTS = ("torch._meta_registrations", "torch.export")
+_PARTS = ("torch._meta_registrations", "torch.distributions", "torch.export", "torch.masked", "torch.quantization")
+_CUDA = "cuda.bindings"
 _TRACING = ("transformers", "triton", "torch._dynamo", "torch._inductor", "torch.onnx")
 
 
@@ -58,15 +61,29 @@ _LOCK = threading.RLock()
 def import_torch() -> None:
     """The first import of torch in a process; without these parts, if this version can do without them."""
     try:
-        tried = version("torch").partition("+")[0] in _TRIED
+        number, _, build = version("torch").partition("+")
     except PackageNotFoundError:
-        tried = False
-    if not tried or "torch" in sys.modules:
+        number = build = ""
+    if number not in _TRIED or "torch" in sys.modules:
         importlib.import_module("torch")
         return
     sys.modules |= _PLACEHOLDERS
-    importlib.import_module("torch")
+    with _without(_CUDA) if build == "cpu" else contextlib.nullcontext():
+        importlib.import_module("torch")
     sys.meta_path.insert(0, _FINDER)
+
+
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Within this, a module that has not been imported cannot be: as if it were not installed."""
+    if name in sys.modules:
+        yield
+        return
+    sys.modules[name] = None  # type: ignore[assignment]  # what `import` takes for a refusal
+    try:
+        yield
+    finally:
+        del sys.modules[name]
 
 
 def complete_torch() -> None:

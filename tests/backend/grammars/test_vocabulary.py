@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from typing import Any
 
@@ -15,7 +16,7 @@ from inflight.grammars import guidance
 from inflight.grammars.base import MaskJob, mask_words
 from inflight.grammars.guidance import GuidanceGrammars
 from inflight.grammars.spec import GrammarSpec
-from inflight.grammars.vocabulary import read_vocabulary
+from inflight.grammars.vocabulary import _compact, read_vocabulary
 
 from .conftest import DEMO, EOS, VOCAB
 from .test_guidance import DIGITS, SCHEMA, allows, outcome
@@ -78,6 +79,63 @@ def test_the_bytes_of_a_token_are_those_that_the_tokenizer_decodes(make: Any) ->
         assert data.decode("utf-8", errors="replace") == text
     for text in ('{"name": "x"}', " the fox", "ünï"):
         assert b"".join(found.tokens[token] for token in found.encode(text)).decode() in (text, text.lstrip())
+
+
+def with_options() -> Tokenizer:
+    vocab = {"a": 0, "##b": 1, "a##b</w>": 2, "ab": 3, "<unk>": 4}
+    options: Any = {"continuing_subword_prefix": "##", "end_of_word_suffix": "</w>", "unk_token": "<unk>"}
+    return Tokenizer(models.BPE(vocab=vocab, merges=[("a", "##b")], dropout=0.5, ignore_merges=True, **options))
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, with_options, None])
+def test_a_bpe_is_the_one_that_the_library_reads(make: Any) -> None:
+    """With tokens of all kinds, some of them in the vocabulary of the model."""
+    made = Tokenizer.from_str(DEMO.read_text(encoding="utf-8")) if make is None else make()
+    known = "a" if make is with_options else next(iter(made.get_vocab()))
+    made.add_tokens([AddedToken("<tool>", single_word=True, lstrip=True, normalized=False), AddedToken(known)])
+    made.add_special_tokens([AddedToken("[CONTROL]", special=True), AddedToken("[ONE]", rstrip=True, special=True)])
+    made.add_tokens(["plain"])
+    text = made.to_str()
+    found = _compact(json.loads(text))
+    assert found is not None and found[0].to_str() == text
+    assert found[1] == made.get_vocab(with_added_tokens=True)
+
+
+def test_merges_are_read_as_older_versions_wrote_them() -> None:
+    made = byte_level()
+    parts = json.loads(made.to_str())
+    parts["model"]["merges"] = [" ".join(pair) for pair in parts["model"]["merges"]]
+    found = _compact(parts)
+    assert found is not None and found[0].to_str() == made.to_str()
+
+
+def moved(parts: Any) -> None:
+    parts["added_tokens"][-1]["id"] += 7  # the library gives it another one
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda parts: parts["model"].update(new=1), lambda parts: parts["model"].pop("type"), moved],
+    ids=["an option", "no type", "an id"],
+)
+def test_what_is_not_known_is_left_to_the_library(change: Any) -> None:
+    made = byte_level()
+    made.add_special_tokens([AddedToken("[CONTROL]", special=True)])
+    parts = json.loads(made.to_str())
+    change(parts)
+    text = json.dumps(parts)
+    assert _compact(json.loads(text)) is None
+    theirs = Tokenizer.from_str(text).get_vocab()
+    assert {data: token for token, data in enumerate(read_vocabulary(text).tokens)}[b"[CONTROL]"] == theirs["[CONTROL]"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": 1, "added_tokens": []}', DEMO.read_text()[:-9]])
+def test_what_is_no_tokenizer_is_refused_in_the_words_of_the_library(text: str) -> None:
+    with pytest.raises(Exception) as theirs:
+        Tokenizer.from_str(text)
+    with pytest.raises(Exception) as ours:
+        read_vocabulary(text)
+    assert str(ours.value) == str(theirs.value)
 
 
 @pytest.mark.parametrize(

@@ -59,19 +59,56 @@ core = make_core(config, make_runner(config), listeners=[])
 core.add_request(AddRequest(0, [1, 2, 3], SamplingParams(temperature=1.0, seed=1, max_tokens=3, logprobs=2)))
 while core.has_work:
     core.step()
-parts = ("torch._meta_registrations", "torch.export")
-print([hasattr(sys.modules[name], "__file__") for name in parts], "torch._decomp" in sys.modules)
-early = sys.modules["torch.export"]
+parts = {deferred_torch._PARTS!r}
+print({{hasattr(sys.modules[name], "__file__") for name in parts}}, "torch._decomp" in sys.modules)
+early = sys.modules["torch.export"], torch.distributions, torch.masked, torch.quantization
 import transformers
-print([hasattr(sys.modules[name], "__file__") for name in parts], callable(torch.export.export))
-print(torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape, callable(early.export))
+print({{hasattr(sys.modules[name], "__file__") for name in parts}}, callable(torch.export.export))
+print({{getattr(torch, name.partition(".")[2]) is sys.modules[name] for name in parts}})
+print(torch.linalg.cholesky(torch.empty(3, 3, device="meta")).shape, callable(early[0].export))
+print(early[1].Normal(0.0, 1.0).mean.item(), early[2].masked_tensor.__name__, early[3].QuantStub.__name__)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    left_out, whole, used = done.stdout.splitlines()
+    left_out, *rest = done.stdout.splitlines()
     tried = torch.__version__.partition("+")[0] in deferred_torch._TRIED
-    assert left_out == ("[False, False] False" if tried else "[True, True] True"), done.stderr
-    assert whole == "[True, True] True"
-    assert used == "torch.Size([3, 3]) True"
+    assert left_out == ("{False} False" if tried else "{True} True"), done.stderr
+    assert rest == ["{True} True", "{True}", "torch.Size([3, 3]) True", "0.0 masked_tensor QuantStub"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "use"),
+    [
+        ("import torch", "torch.distributions.Normal"),
+        ("from torch.quantization import QuantStub", "QuantStub"),
+        ("import torch.masked._ops", "torch.masked._ops.sum"),
+    ],
+)
+def test_a_part_is_imported_when_it_is_used(statement: str, use: str) -> None:
+    program = (
+        f"from inflight.device.deferred_torch import import_torch; import_torch(); {statement}; print(callable({use}))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stderr
+
+
+@pytest.mark.parametrize(("build", "found"), [("cpu", False), ("cu130", True)])
+def test_bindings_for_cuda_are_imported_for_a_build_with_it_alone(
+    build: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And can be imported afterwards."""
+    tries = []
+
+    def importing(name: str) -> None:
+        tries.append((name, sys.modules.get("cuda.bindings", ...)))
+
+    without = {name: module for name, module in sys.modules.items() if name not in ("torch", "cuda.bindings")}
+    monkeypatch.setattr(sys, "modules", without)
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    monkeypatch.setattr(deferred_torch, "version", lambda _: f"{deferred_torch._TRIED[0]}+{build}")
+    monkeypatch.setattr(deferred_torch.importlib, "import_module", importing)
+    deferred_torch.import_torch()
+    assert tries == [("torch", ... if found else None)]
+    assert "cuda.bindings" not in sys.modules
 
 
 def test_torch_of_another_version_is_imported_whole(monkeypatch: pytest.MonkeyPatch) -> None:
