@@ -106,6 +106,14 @@ def test_excessive_values_are_rejected_in_one_line(key: str, value: Any) -> None
     assert len(message) < 1000
 
 
+@pytest.mark.parametrize("key", ["structured_outputs", "stop", "logit_bias"])
+def test_a_value_that_can_be_read_may_be_nested_too_deeply_to_be_shown(key: str) -> None:
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    assert f"{key}=a list that is nested too deeply: must be" in rejected({key: nested})
+
+
 def test_lora_is_rejected_in_vllm_backends_words() -> None:
     assert rejected({"lora_name": "x"}) == "LoRA feature is not enabled."
 
@@ -181,6 +189,7 @@ def test_a_configured_seed_makes_request_seeds_repeatable() -> None:
         ({"stream": "maybe"}, "stream='maybe': must be true or false"),
         ({"stop": 5}, "stop=5: must be a string or a list of"),
         ({"stop": ["a", 5]}, "stop=['a', 5]: must be"),
+        ({"stop": {"a": 1}}, "stop={'a': 1}: must be a string or a list of strings"),
         ({"stop_words": "x" * 4097}, "stop contains a string of 4097 characters, 'xxx"),
         ({"stop_token_ids": "[1, 2560]"}, "stop_token_ids: token id 2560 is not in the vocabulary"),
         ({"logit_bias": {"9999": 1}}, "logit_bias: token id 9999"),
