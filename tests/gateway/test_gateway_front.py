@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import socket
 
@@ -284,6 +285,25 @@ async def test_many_unknown_keys_do_not_make_a_large_header(start):
     response = await front.post("/v1/completions", {"prompt": "a", **{f"{i}{'x' * 500}": 1 for i in range(50)}})
     assert response.status_code == 200 and len(response.headers["x-inflight-warning"]) < 3000
     assert response.headers["x-inflight-warning"].endswith("; and 42 more")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_unknown_keys_take_no_more_time_than_the_rest_of_a_body(start, monkeypatch, nested):
+    """Similar names are looked for in the thread that passes on all streams."""
+    looked_for, look = [], difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda key, *rest, **n: looked_for.append(key) or look(key, *rest, **n)
+    )
+    front = await start(ok)
+
+    def body(unknown):
+        return {"prompt": "a", "stream": True, "stream_options": unknown} if nested else {"prompt": "a", **unknown}
+
+    assert (await front.post("/v1/completions", body({f"tempera{i}": 1 for i in range(100)}))).status_code == 200
+    assert (await front.post("/v1/completions", body({"x" * 100_000: 1}))).status_code == 200
+    refused = await front.post("/v1/completions", body({f"tempera{i}": 1 for i in range(101)}))
+    assert refused.status_code == 400 and "101 unknown parameters" in refused.text and "at most 100" in refused.text
+    assert len(looked_for) < 20 and max(map(len, looked_for)) <= 200
 
 
 async def test_null_is_the_default_of_every_key(start):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import Any
 
@@ -100,10 +101,15 @@ def test_unsupported_features_are_rejected_by_name(key: str, value: Any) -> None
         ("k" * 100_000, 1),
     ],
 )
-def test_excessive_values_are_rejected_in_one_line(key: str, value: Any) -> None:
+def test_excessive_values_are_rejected_in_one_line(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_for, look = [""], difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda word, *rest, **n: looked_for.append(word) or look(word, *rest, **n)
+    )
     message = rejected({key: value})
     assert key[:50] in message
     assert len(message) < 1000
+    assert max(map(len, looked_for)) <= 100, "a similar key is not looked for at any length"
 
 
 @pytest.mark.parametrize("key", ["structured_outputs", "stop", "logit_bias"])
