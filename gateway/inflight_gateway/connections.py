@@ -130,6 +130,19 @@ class HeadWithBody:
             self._join(b"")
 
 
+class _UpToTheEnd:
+    """What uvicorn takes for the length of a body that ends with its connection: no body is longer or shorter."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UpToTheEnd:
+        return self
+
+
 class ClientConnection(HttpToolsProtocol):
     """A connection.  While it has no request, a timer runs: for the head of one, or until its first byte."""
 
@@ -210,6 +223,8 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) == waiting:  # it does not wait for an earlier one
             self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
+        if self.cycle.scope["http_version"] == "1.0":  # its clients know no chunks
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, cast(int, _UpToTheEnd())
 
     def on_message_complete(self) -> None:
         super().on_message_complete()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import ssl
@@ -374,6 +375,19 @@ async def test_small_chunks_of_a_body_are_no_head(start):
     reader, writer = await connect(front, _CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
     writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
     assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(start, stream):
+    front = await start(ok)
+    reader, writer = await connect(front, request(stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    if stream:
+        assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"content-length: %d\r\n" % len(body) in head and json.loads(body)["choices"]
     writer.close()
 
 
