@@ -26,6 +26,7 @@ _BodyT = TypeVar("_BodyT", bound="Body")
 _MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 _MAX_SHOWN = 100  # characters of a key
+_CONTAINER_ITEMS = 10  # values as which an object or a list counts, by the time that each takes
 _MAX_UNKNOWN = 100  # unknown keys of an object
 _MAX_HINTS = 8  # keys for which a similar one is looked for, which takes a tenth of a millisecond
 
@@ -166,9 +167,11 @@ def _check_size(value: Any, options: GatewayOptions) -> None:
             values = container.values() if isinstance(container, dict) else container
             items += len(container)
             below += [one for one in values if isinstance(one, (dict, list))]
+        items += (_CONTAINER_ITEMS - 1) * len(below)
         if items > options.max_body_items:
             raise invalid(
-                f"the body has more than {options.max_body_items} values; fewer are expected (max_body_items)"
+                f"the body has more than {options.max_body_items} values, each object or list in it counted as "
+                f"{_CONTAINER_ITEMS}; fewer are expected (max_body_items)"
             )
         level = below
     raise _too_deep(options.max_body_depth)

@@ -230,7 +230,8 @@ async def test_bodies_have_limits(start):
             b"NaN",
         ],
     }
-    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60})]
+    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60}, {"prompt": [[1]] * 5})]
+    assert (await front.post("/v1/completions", {"prompt": [[1]] * 3})).status_code == 200
     bodies[400].append(b'{"prompt":' + b"[" * 400 + b"]" * 400 + b"}")
     for status, raws in bodies.items():
         for content in raws:
