@@ -307,6 +307,21 @@ async def test_unknown_keys_take_no_more_time_than_the_rest_of_a_body(start, mon
     assert len(looked_for) < 20 and max(map(len, looked_for)) <= 200
 
 
+@pytest.mark.parametrize(
+    ("key", "body"), [("prompt", {"prompt": [2**70]}), ("priority", {"prompt": "a", "priority": 2**40})]
+)
+async def test_what_the_client_library_refuses_names_its_key(start, key, body):
+    front = await start(ok)
+    refused = await front.post("/v1/completions", body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == key
+
+
+async def test_a_long_name_of_a_model_is_not_repeated(start):
+    front = await start(ok)
+    refused = await front.post("/v1/completions", {"prompt": "a", "model": "m" * 10_000})
+    assert refused.status_code == 404 and len(refused.content) < 1000 and "mmm" in refused.text
+
+
 async def test_null_is_the_default_of_every_key(start):
     front = await start(ok, strict=True)
     for path, kind, body in [
