@@ -131,7 +131,7 @@ class HeadWithBody:
 
 
 class _UpToTheEnd:
-    """What uvicorn takes for the length of a body that ends with its connection: no body is longer or shorter."""
+    """Stands for the length of a body that ends with its connection: to uvicorn, no body is longer or shorter."""
 
     def __lt__(self, other: object) -> bool:
         return False
