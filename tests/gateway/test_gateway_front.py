@@ -322,6 +322,28 @@ async def test_a_long_name_of_a_model_is_not_repeated(start):
     assert refused.status_code == 404 and len(refused.content) < 1000 and "mmm" in refused.text
 
 
+async def test_a_server_that_lists_models_only_with_a_key_is_not_waited_for(start, monkeypatch):
+    """It answers a gateway without the key with UNAVAILABLE, the code of one that cannot be reached."""
+    front = await start(ok)
+
+    async def restricted():
+        header = "triton-grpc-protocol-inflight-admin-key"
+        raise ServerUnreachableError(
+            f"cannot reach a:1 by gRPC: This protocol is restricted, expecting header '{header}'"
+        )
+
+    monkeypatch.setattr(front.client, "repository_index", restricted)
+    assert (await front.post("/v1/completions", {"prompt": "a", "model": "demo"})).status_code == 200
+    for answer in (
+        await front.post("/v1/completions", {"prompt": "a", "model": "other"}),
+        await front.post("/v1/completions", {"prompt": "a"}),
+        await front.http.get("/v1/models"),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (500, "configuration_error")
+        assert "INFLIGHT_ADMIN_KEY" in error["message"] and "--model" in error["message"]
+
+
 async def test_null_is_the_default_of_every_key(start):
     front = await start(ok, strict=True)
     for path, kind, body in [
