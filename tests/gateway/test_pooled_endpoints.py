@@ -218,7 +218,7 @@ TOO_LONG = "a prompt of 5000 tokens: it must be 1 to 2048 long"
         ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "not supported"),
         ("/v1/embeddings", {"input": "a", "dimensions": "x"}, "dimensions", "int"),
         ("/v1/embeddings", {"input": "a", "request_id": "ä"}, "request_id", "letters"),
-        ("/v1/embeddings", {"input": "a", "priority": 2**40}, None, "INT32"),
+        ("/v1/embeddings", {"input": "a", "priority": 2**40}, "priority", "INT32"),
         ("/v1/embeddings", {"input": "\ud800"}, None, "not JSON"),
         ("/v1/embeddings", {"input": ["a", "b\x00"]}, "input", f"input[1]: {TOO_LONG}"),
         ("/v1/embeddings", {"messages": [{"role": "user"}], "chat_template": "x"}, "chat_template", "no templates"),
