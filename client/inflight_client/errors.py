@@ -123,7 +123,10 @@ _MESSAGES: tuple[tuple[str, str], ...] = (
         r"|give (exactly )?one|unexpected inference input|\bmust be\b"
         r"|unable to parse|can not convert|unknown (key|(sampling )?parameter)|^messages: "
         r"|not a task of|does not support|(only|not) for task|leave it out|cannot be cut|takes? no(ne| instruction)\b"
-        r"|leaves no room",
+        r"|leaves no room|^adapter '|^lora_(name|path)[:=]|lora adapter '.*' (cannot be found|has already been loaded)"
+        r"|is missing: |give both, or|omit one|: add it$|needs the seed|nothing is left to generate|output up to that"
+        r"|or a JSON list of lists|as an input; got|the request parameter admin_key|no admin key|must come once"
+        r"|cannot be continued|leave \w+ out|has no tokenizer|; got '|^control='",
     ),
 )
 _RETRY_AFTER = re.compile(r"; retry in ([0-9]+(?:\.[0-9]+)?) s$")

@@ -26,6 +26,9 @@ _BodyT = TypeVar("_BodyT", bound="Body")
 _MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 _MAX_SHOWN = 100  # characters of a key
+_CONTAINER_ITEMS = 10  # values as which an object or a list counts, by the time that each takes
+_MAX_UNKNOWN = 100  # unknown keys of an object
+_MAX_HINTS = 8  # keys for which a similar one is looked for, which takes a tenth of a millisecond
 
 
 # Keys that do not change an answer: prefixes are always cached, and Codex describes itself.
@@ -164,9 +167,11 @@ def _check_size(value: Any, options: GatewayOptions) -> None:
             values = container.values() if isinstance(container, dict) else container
             items += len(container)
             below += [one for one in values if isinstance(one, (dict, list))]
+        items += (_CONTAINER_ITEMS - 1) * len(below)
         if items > options.max_body_items:
             raise invalid(
-                f"the body has more than {options.max_body_items} values; fewer are expected (max_body_items)"
+                f"the body has more than {options.max_body_items} values, each object or list in it counted as "
+                f"{_CONTAINER_ITEMS}; fewer are expected (max_body_items)"
             )
         level = below
     raise _too_deep(options.max_body_depth)
@@ -189,27 +194,44 @@ def _translate(value: dict[str, Any], kind: type[Body], scope: Scope) -> None:
 def _check_keys(value: dict[str, Any], kind: type[Body], options: GatewayOptions, scope: Scope) -> None:
     """Refuse unsupported keys, warn of unknown ones, and remove keys without an effect from `value`."""
     fields = kind.__struct_fields__
+    unknown = []
     for key in [key for key in value if key not in fields]:
         if key in kind.UNSUPPORTED:
             if not any(value[key] == off and type(value[key]) is type(off) for off in kind.UNSUPPORTED[key]):
                 raise invalid(f"{key} is not supported; leave it out", key, "unsupported_parameter")
         elif key not in kind.IGNORED:
-            _unknown(key, key, (*fields, *kind.UNSUPPORTED, *kind.IGNORED), options, scope)
+            unknown.append(key)
         del value[key]
+    _unknown("", unknown, (*fields, *kind.UNSUPPORTED, *kind.IGNORED), options, scope)
     for name, known in kind.NESTED.items():
         inner = value.get(name)
-        for key in [key for key in inner if key not in known] if isinstance(inner, dict) else ():
-            _unknown(f"{name}.{key}", name, (), options, scope)
+        if isinstance(inner, dict):
+            _unknown(name, [key for key in inner if key not in known], (), options, scope)
 
 
-def _unknown(key: str, param: str, known: Collection[str], options: GatewayOptions, scope: Scope) -> None:
-    near = difflib.get_close_matches(key, known, n=1)
-    shown = repr(key[:_MAX_SHOWN])
-    if options.strict:
-        hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-        raise invalid(f"unknown parameter {shown}; {hint}", param, "unknown_parameter")
-    hint = f" (did you mean {near[0]!r}?)" if near else ""
-    warn(scope, "unknown_key", f"unknown parameter {shown} was ignored{hint}")
+def _unknown(within: str, keys: list[str], known: Collection[str], options: GatewayOptions, scope: Scope) -> None:
+    """Warn of unknown keys, or refuse them.
+
+    Args:
+        within: the key of the object that has them; "": the body.
+        known: keys that could have been meant.
+    """
+    if len(keys) > _MAX_UNKNOWN:
+        where = within or "the body"
+        raise invalid(
+            f"{where} has {len(keys)} unknown parameters; at most {_MAX_UNKNOWN} are ignored, so leave them out",
+            within or None,
+            "unknown_parameter",
+        )
+    for place, key in enumerate(keys):
+        short = key[:_MAX_SHOWN]
+        near = difflib.get_close_matches(short, known, n=1) if place < _MAX_HINTS else []
+        shown = repr(f"{within}.{short}" if within else short)
+        if options.strict:
+            hint = f"did you mean {near[0]!r}?" if near else "leave it out"
+            raise invalid(f"unknown parameter {shown}; {hint}", within or short, "unknown_parameter")
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        warn(scope, "unknown_key", f"unknown parameter {shown} was ignored{hint}")
 
 
 def _mistyped(error: msgspec.ValidationError) -> APIError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any, ClassVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -103,9 +104,21 @@ def completion_requests(
         APIError: the request is not valid, or the model cannot fill the gap before a suffix.
     """
     arguments = _arguments(gateway, http, model, body)
+    _check_repeated([arguments, body.suffix], len(prompts), gateway.options.max_body_bytes)
     if body.suffix:
         prompts, arguments = _filled(gateway, model, body, prompts, arguments)
     return [{**arguments, **prompt} for prompt in prompts]
+
+
+def _check_repeated(options: list[Any], count: int, limit: int) -> None:
+    """Raise an error if the options, which Triton gets with each of `count` prompts, would have more bytes than a body
+    can have."""
+    if count > 1 and (size := count * len(msgspec.json.encode(options))) > limit:
+        raise invalid(
+            f"prompt: {count} prompts came, and the other keys would take {size} bytes for all of them; at most "
+            f"{limit} are allowed (max_body_bytes), so send fewer prompts at once",
+            "prompt",
+        )
 
 
 def _check(body: CompletionBody) -> None:

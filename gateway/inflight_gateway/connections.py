@@ -28,8 +28,14 @@ STATE = "connections"  # key of the `Connections` in the lifespan's state
 BODY_ARRIVED = "inflight_body_arrived"  # key of a request's scope, once all of its body has come
 IDLE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
 _BYTES_ACKED = slice(120, 128)  # of Linux's `struct tcp_info`: tcpi_bytes_acked
+_MAX_HEAD_BYTES = 64 * 1024  # of a request's head, and of what else is around its body
 _SPARE_DESCRIPTORS = 64  # for connections to Triton, logs and metrics
 _FULL = APIError(503, "this gateway has too many connections; try again later", code="connections_full", retry_after=1)
+
+
+_HEAD_TOO_LARGE = APIError(
+    431, f"the head of the request has more than {_MAX_HEAD_BYTES} bytes, the most that are allowed; send fewer headers"
+)
 
 
 class Connections:
@@ -124,6 +130,19 @@ class HeadWithBody:
             self._join(b"")
 
 
+class _UpToTheEnd:
+    """Stands for the length of a body that ends with its connection: to uvicorn, no body is longer or shorter."""
+
+    def __lt__(self, other: object) -> bool:
+        return False
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    def __sub__(self, other: object) -> _UpToTheEnd:
+        return self
+
+
 class ClientConnection(HttpToolsProtocol):
     """A connection.  While it has no request, a timer runs: for the head of one, or until its first byte."""
 
@@ -133,6 +152,8 @@ class ClientConnection(HttpToolsProtocol):
     _answers: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the one that came last
     _has_request = False
     _is_idle = False  # nothing has arrived since the last request
+    _head_bytes = 0  # of the last request, with trailers
+    _bytes_in_parser = 0  # that came since it has told of a part of a request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -162,9 +183,34 @@ class ClientConnection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_idle, self._is_idle = self._is_idle, False
+        self._bytes_in_parser += len(data)
         super().data_received(data)
+        if self._bytes_in_parser > _MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(_HEAD_TOO_LARGE)
         if was_idle and not self._has_request and not self._is_idle:  # the head is not complete
             self._arm(self._registry.header_timeout)
+
+    def on_message_begin(self) -> None:
+        self._head_bytes = 0
+        super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        self._count_head(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._count_head(len(name) + len(value))
+        super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._bytes_in_parser = 0
+        super().on_body(body)
+
+    def _count_head(self, size: int) -> None:
+        self._bytes_in_parser = 0
+        self._head_bytes += size
+        if self._head_bytes > _MAX_HEAD_BYTES:
+            raise ValueError("too large")  # the parser ends, and `send_400_response` answers
 
     def on_headers_complete(self) -> None:
         self._has_request = True
@@ -177,6 +223,8 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) == waiting:  # it does not wait for an earlier one
             self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
+        if self.cycle.scope["http_version"] == "1.0":  # its clients know no chunks
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, cast(int, _UpToTheEnd())
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
@@ -196,8 +244,8 @@ class ClientConnection(HttpToolsProtocol):
             self._watch_client()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP."""
-        self._refuse(APIError(400, msg))
+        """Answer what is no HTTP, or too large."""
+        self._refuse(_HEAD_TOO_LARGE if self._head_bytes > _MAX_HEAD_BYTES else APIError(400, msg))
 
     def end(self) -> None:
         """Close the connection; a client that does not read what was sent loses it."""

@@ -32,10 +32,12 @@ _TYPES = {
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
 }
 
 
 _MAX_LISTED = 100  # models in an error
+_MAX_SHOWN = 200  # characters of a name
 
 # Refusals because of too much load; other ones mean that the server cannot work.
 _OVERLOADED = re.compile(r"queue\b.* is full|queue is too long|exceeds maximum queue size|wait to be tokenised")
@@ -113,7 +115,7 @@ def model_not_found(model: str, known: Iterable[str], count: int) -> APIError:
     listed = ", ".join(islice(known, _MAX_LISTED)) or "none"
     if count > _MAX_LISTED:
         listed += f" and {count - _MAX_LISTED} more"
-    message = f"The model {model!r} does not exist; models here: {listed}"
+    message = f"The model {model[:_MAX_SHOWN]!r} does not exist; models here: {listed}"
     return APIError(404, message, param="model", code="model_not_found")
 
 
@@ -128,7 +130,7 @@ def api_error(error: BaseException) -> APIError:
 
 def request_error(error: Exception) -> APIError:
     """As `api_error`, and for the exceptions of the client library's own checks of a request."""
-    return invalid(str(error)) if isinstance(error, (ValueError, TypeError)) else api_error(error)
+    return _named(str(error)) if isinstance(error, (ValueError, TypeError)) else api_error(error)
 
 
 def _of_client(error: InflightError) -> APIError:
@@ -147,6 +149,11 @@ def _of_client(error: InflightError) -> APIError:
     if isinstance(error, InvalidRequestError) and _NO_ADAPTER.match(error.message):
         return APIError(404, error.message, param="model", code="model_not_found")
     if isinstance(error, InvalidRequestError):
-        named = _NAMED.match(error.message)
-        return invalid(error.message, _PARAMS.get(named[1], named[1]) if named else None)
+        return _named(error.message)
     return APIError(500, error.message, code="upstream_error")
+
+
+def _named(message: str) -> APIError:
+    """400, with the key that the message begins with."""
+    named = _NAMED.match(message)
+    return invalid(message, _PARAMS.get(named[1], named[1]) if named else None)

@@ -43,7 +43,7 @@ class GatewayOptions:
         max_bodies_bytes: of all request bodies that arrive at the same time, per process; more are refused with 503.
         body_timeout: maximum seconds for a request body to arrive.
         max_body_depth: nesting of JSON in a request body.
-        max_body_items: values in a request body, all levels together.
+        max_body_items: values in a request body, all levels together; an object or a list counts as ten.
         max_prompts: prompts of one completion request.
         max_inputs: texts, or pairs of them, of one request for embeddings, scores, an order or classes.
         reconnect_timeout: maximum seconds that a request, or an open stream, waits for a Triton that cannot be reached;

@@ -95,6 +95,13 @@ async def pair_scores(
     instruction: str | None,
 ) -> tuple[Pooled, list[float]]:
     """The response with the scores of pairs, and these as numbers; arguments and errors as of `ask`."""
+    size, most = sum(len(one) + len(other) for one, other in pairs), gateway.options.max_body_bytes
+    if size > most:  # one text can be in all of them
+        raise invalid(
+            f"{param}: {len(pairs)} pairs came, with {size} characters in all; at most {most} are allowed "
+            "(max_body_bytes), so send fewer or shorter texts",
+            param,
+        )
     raw = None if body.use_activation is None else not body.use_activation
     pooling = {"task": "score", "inputs": pairs, "raw_scores": raw, "instruction": instruction}
     pooled = await ask(gateway, http, model, body, param, pooling)

@@ -36,6 +36,11 @@ _ASK_SECONDS = 5.0  # for a model to answer; a stub that is stopped or hangs nev
 # A model with these takes text and answers with text: models of this contract, and of vllm_backend.
 _REQUIRED_INPUTS = {"text_input", "stream", "sampling_parameters"}
 _REQUIRED_OUTPUTS = {"text_output"}
+_RESTRICTED = "protocol is restricted"  # Triton's words for a call without the admin key
+_NO_LIST = (
+    "the model is not known, and this Triton lists its models only with the admin key; start the gateway with "
+    "INFLIGHT_ADMIN_KEY, or name the models with --model"
+)
 _RESUMES = "resume_token_ids"  # only this project's backend has this input
 
 
@@ -261,6 +266,8 @@ class Upstream:
         try:
             return sorted({entry["name"] for entry in await self.client.repository_index()})
         except InflightError as error:
+            if _RESTRICTED in error.message:  # with UNAVAILABLE, the code of a server that cannot be reached
+                raise APIError(500, _NO_LIST, code="configuration_error") from None
             raise api_error(error) from None
 
     async def _with_adapter(self, name: str) -> ServedModel | None:

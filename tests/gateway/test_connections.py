@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shutil
 import socket
 import ssl
@@ -330,6 +331,63 @@ async def test_what_is_no_http_has_an_error_object(start):
     refused = await reader.read()
     assert refused.startswith(b"HTTP/1.1 400 Bad Request\r\n") and b"invalid_request_error" in refused
     assert b"x-request-id: " in refused
+    writer.close()
+
+
+_START = b"GET /version HTTP/1.1\r\nHost: a\r\n"
+_CHUNKED = HEAD.replace(b"Content-Length: 15", b"Transfer-Encoding: chunked") + b"f\r\n" + BODY + b"\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on"),
+    [
+        (_START, b"X-A: b\r\n"),
+        (_START + b"X-A: ", b"b"),
+        (b"GET /", b"v"),
+        (_CHUNKED + b"0\r\n", b"X-A: b\r\n"),
+        (_CHUNKED + b"0\r\nX-A: ", b"b"),
+        (_CHUNKED + b"1;", b"b"),
+    ],
+    ids=["headers", "header", "path", "trailers", "trailer", "chunk extension"],
+)
+async def test_a_head_has_a_limit(start, made, begins, goes_on):
+    """The parser collects what has no end, as fast as a client sends it."""
+    front = await start(ok)
+    reader, writer = await connect(front)
+    connection = await made.get()
+    connection.data_received(begins)
+    sent = 0
+    while not connection.transport.is_closing():
+        connection.data_received(goes_on * 1000)
+        sent += len(goes_on) * 1000
+        assert sent < 200_000
+    refused = await reader.read()
+    assert refused.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"65536" in refused and b"invalid_request_error" in refused
+    writer.close()
+    large = {"X-A": "b" * 60_000}
+    assert (await front.http.get("/version", headers=large)).status_code == 200
+
+
+async def test_small_chunks_of_a_body_are_no_head(start):
+    front = await start(ok)
+    body = BODY + b" " * 30_000
+    reader, writer = await connect(front, _CHUNKED.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+    writer.write(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    writer.close()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_of_http_1_0_gets_a_stream_without_chunks(start, stream):
+    front = await start(ok)
+    reader, writer = await connect(front, request(stream).replace(b"HTTP/1.1", b"HTTP/1.0"))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head and b"connection: close" in head
+    if stream:
+        assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n")
+    else:
+        assert b"content-length: %d\r\n" % len(body) in head and json.loads(body)["choices"]
     writer.close()
 
 

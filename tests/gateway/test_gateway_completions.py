@@ -289,3 +289,18 @@ async def test_a_silent_stream_sends_comments(start):
             if line == ": keep-alive":
                 silence.set()
     assert lines[0] == ": keep-alive" and lines[-2] == "data: [DONE]"
+
+
+async def test_long_options_for_many_prompts_do_not_make_more_of_a_body_than_one_may_have(start):
+    """Each prompt is a request of its own, with all options: 2 GB of 128 prompts and 15 MB."""
+    front = await start(lambda request: text("a"), max_body_bytes=10_000, fim_template="{prefix}{suffix}")
+    for options in (
+        {"cache_salt": "s" * 3000},
+        {"suffix": "s" * 3000},
+        {"stop": ["s" * 1000] * 3},
+        {"structured_outputs": {"regex": "s" * 3000}},
+    ):
+        refused = await front.post("/v1/completions", {"prompt": ["a"] * 5, **options})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "prompt"
+        assert "5 prompts" in refused.text and "10000" in refused.text and not front.client.requests
+    assert (await front.post("/v1/completions", {"prompt": ["a"] * 3, "cache_salt": "s" * 3000})).status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import difflib
 import json
 import socket
 
@@ -229,7 +230,8 @@ async def test_bodies_have_limits(start):
             b"NaN",
         ],
     }
-    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60})]
+    bodies[400] += [json.dumps(b).encode() for b in ({"prompt": deep}, {"prompt": [1] * 60}, {"prompt": [[1]] * 5})]
+    assert (await front.post("/v1/completions", {"prompt": [[1]] * 3})).status_code == 200
     bodies[400].append(b'{"prompt":' + b"[" * 400 + b"]" * 400 + b"}")
     for status, raws in bodies.items():
         for content in raws:
@@ -284,6 +286,62 @@ async def test_many_unknown_keys_do_not_make_a_large_header(start):
     response = await front.post("/v1/completions", {"prompt": "a", **{f"{i}{'x' * 500}": 1 for i in range(50)}})
     assert response.status_code == 200 and len(response.headers["x-inflight-warning"]) < 3000
     assert response.headers["x-inflight-warning"].endswith("; and 42 more")
+
+
+@pytest.mark.parametrize("nested", [False, True])
+async def test_unknown_keys_take_no_more_time_than_the_rest_of_a_body(start, monkeypatch, nested):
+    """Similar names are looked for in the thread that passes on all streams."""
+    looked_for, look = [], difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda key, *rest, **n: looked_for.append(key) or look(key, *rest, **n)
+    )
+    front = await start(ok)
+
+    def body(unknown):
+        return {"prompt": "a", "stream": True, "stream_options": unknown} if nested else {"prompt": "a", **unknown}
+
+    assert (await front.post("/v1/completions", body({f"tempera{i}": 1 for i in range(100)}))).status_code == 200
+    assert (await front.post("/v1/completions", body({"x" * 100_000: 1}))).status_code == 200
+    refused = await front.post("/v1/completions", body({f"tempera{i}": 1 for i in range(101)}))
+    assert refused.status_code == 400 and "101 unknown parameters" in refused.text and "at most 100" in refused.text
+    assert len(looked_for) < 20 and max(map(len, looked_for)) <= 200
+
+
+@pytest.mark.parametrize(
+    ("key", "body"), [("prompt", {"prompt": [2**70]}), ("priority", {"prompt": "a", "priority": 2**40})]
+)
+async def test_what_the_client_library_refuses_names_its_key(start, key, body):
+    front = await start(ok)
+    refused = await front.post("/v1/completions", body)
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == key
+
+
+async def test_a_long_name_of_a_model_is_not_repeated(start):
+    front = await start(ok)
+    refused = await front.post("/v1/completions", {"prompt": "a", "model": "m" * 10_000})
+    assert refused.status_code == 404 and len(refused.content) < 1000 and "mmm" in refused.text
+
+
+async def test_a_server_that_lists_models_only_with_a_key_is_not_waited_for(start, monkeypatch):
+    """It answers a gateway without the key with UNAVAILABLE, the code of one that cannot be reached."""
+    front = await start(ok)
+
+    async def restricted():
+        header = "triton-grpc-protocol-inflight-admin-key"
+        raise ServerUnreachableError(
+            f"cannot reach a:1 by gRPC: This protocol is restricted, expecting header '{header}'"
+        )
+
+    monkeypatch.setattr(front.client, "repository_index", restricted)
+    assert (await front.post("/v1/completions", {"prompt": "a", "model": "demo"})).status_code == 200
+    for answer in (
+        await front.post("/v1/completions", {"prompt": "a", "model": "other"}),
+        await front.post("/v1/completions", {"prompt": "a"}),
+        await front.http.get("/v1/models"),
+    ):
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"]) == (500, "configuration_error")
+        assert "INFLIGHT_ADMIN_KEY" in error["message"] and "--model" in error["message"]
 
 
 async def test_null_is_the_default_of_every_key(start):

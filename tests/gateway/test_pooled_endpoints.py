@@ -218,7 +218,7 @@ TOO_LONG = "a prompt of 5000 tokens: it must be 1 to 2048 long"
         ("/v1/embeddings", {"input": "a", "stream": True}, "stream", "not supported"),
         ("/v1/embeddings", {"input": "a", "dimensions": "x"}, "dimensions", "int"),
         ("/v1/embeddings", {"input": "a", "request_id": "ä"}, "request_id", "letters"),
-        ("/v1/embeddings", {"input": "a", "priority": 2**40}, None, "INT32"),
+        ("/v1/embeddings", {"input": "a", "priority": 2**40}, "priority", "INT32"),
         ("/v1/embeddings", {"input": "\ud800"}, None, "not JSON"),
         ("/v1/embeddings", {"input": ["a", "b\x00"]}, "input", f"input[1]: {TOO_LONG}"),
         ("/v1/embeddings", {"messages": [{"role": "user"}], "chat_template": "x"}, "chat_template", "no templates"),
@@ -360,3 +360,21 @@ async def test_an_answer_in_many_pieces_is_whole(start):
     rows = answer.json()["data"]
     np.testing.assert_array_equal(np.array([row["embedding"] for row in rows], np.float32), table)
     assert [row["index"] for row in rows] == list(range(100))
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/rerank", {"query": "q" * 3000, "documents": ["d"] * 5}),
+        ("/v1/score", {"text_1": "q" * 3000, "text_2": ["d"] * 5}),
+    ],
+)
+async def test_a_text_in_every_pair_does_not_make_more_of_a_body_than_one_may_have(start, path, body):
+    """With a query of 14 MB and 2,048 documents it would be 28 GB."""
+    front = await start(lambda request: vectors(request), max_body_bytes=10_000)
+    answer = await front.post(path, {"model": "demo", **body})
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and "15005" in error["message"] and "10000" in error["message"]
+    assert error["param"] in ("documents", "text_2") and not front.client.requests
+    key = "documents" if path == "/rerank" else "text_2"
+    assert (await front.post(path, {"model": "demo", **body, key: ["d"] * 3})).status_code == 200

@@ -61,5 +61,8 @@ def refusal_of(error: RequestError) -> str:
 
 def shown(value: Any) -> str:
     """A value for a message: its `repr`, truncated if long."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:  # JSON can be read at a depth that is too great for this
+        return f"a {type(value).__name__} that is nested too deeply"
     return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

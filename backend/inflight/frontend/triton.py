@@ -113,7 +113,8 @@ class TritonResponder:
             self._send_final(response if whole else None)
 
     def fail(self, code: ErrorCode, message: str) -> None:
-        """Send an error; it is final."""
+        """Send an error; it is final.  It crosses the stub as a string of C, in UTF-8."""
+        message = message.replace("\0", "\\x00").encode(errors="backslashreplace").decode()
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
         self._send_final(pb_utils.InferenceResponse(error=error))
 

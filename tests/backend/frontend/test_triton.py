@@ -127,6 +127,13 @@ def test_after_a_response_too_large_for_the_shared_memory_the_error_still_gets_t
     assert server.flags == [0, 1]
 
 
+def test_an_error_is_read_to_its_end_whatever_a_client_has_written(bridge):
+    """The stub passes it on as a string of C, in UTF-8."""
+    server = FullServer()
+    bridge.TritonResponder(server).fail("CANCELLED", "LoRA \0\ud800 is not supported")
+    assert server.error == ("LoRA \\x00\\ud800 is not supported", 7)
+
+
 def test_final_follows_a_large_response_and_goes_with_a_small_one(bridge):
     for size, flags in ((10, [1]), (2**20, [0, 1])):
         server = Server()

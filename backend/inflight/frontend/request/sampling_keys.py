@@ -38,6 +38,8 @@ __all__ = [
     "request_keys",
 ]
 
+_MAX_COMPARED = 100  # characters of an unknown key
+
 # Values of `output_kind`, in the order of vLLM's `RequestOutputKind`.
 CUMULATIVE, DELTA, FINAL_ONLY = _OUTPUT_KINDS = range(3)
 
@@ -300,5 +302,5 @@ def _check_accepted(key: str, value: Any, accepts: tuple[Any, ...]) -> None:
 
 def _nearest(key: str) -> str:
     known = [name for name, row in SAMPLING_KEYS.items() if row.has_effect]
-    near = difflib.get_close_matches(key, known, n=1)
+    near = difflib.get_close_matches(key[:_MAX_COMPARED], known, n=1)
     return f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(sorted(known))}"

@@ -31,6 +31,8 @@ _MAX_WAITING_BYTES = 64 * 2**20
 # A text is ranked as if it had arrived later, by the time that it takes: shorter ones overtake it, but never forever.
 _SECONDS_PER_BYTE = 1e-6
 _BYTES_PER_SHOWN_TOKEN = 16  # a token takes as long to detokenise as this much text to tokenise
+_TENSOR_BYTES = 16  # of numbers, or
+_PARAMETER_BYTES = 4  # of a list in a string, take as long to read as a byte of text to tokenise
 
 
 Answer = Callable[[WireRequest], dict[str, np.ndarray]]
@@ -191,10 +193,11 @@ _NO_RESPONDER = _NoResponder()
 
 
 def _num_text_bytes(wire: WireRequest) -> int:
-    """Bytes of all text inputs, and of token ids that are detokenised.
-
-    Other tensors are parsed at once, whatever their size.
-    """
-    texts = sum(sum(map(len, array.flat)) for array in wire.inputs.values() if array.dtype.kind == "O")
+    """Bytes of text that take as long to tokenise as this request to read."""
+    arrays, strings = wire.inputs.values(), (value for value in wire.parameters.values() if isinstance(value, str))
+    texts = sum(sum(map(len, array.flat)) for array in arrays if array.dtype.kind == "O")
+    numbers = sum(array.nbytes for array in arrays if array.dtype.kind != "O")
     shown = wire.inputs.get("input_ids" if "control" in wire.parameters else "resume_token_ids")
-    return texts + (0 if shown is None else _BYTES_PER_SHOWN_TOKEN * shown.size)
+    tokens = 0 if shown is None else shown.size
+    lists = numbers // _TENSOR_BYTES + sum(map(len, strings)) // _PARAMETER_BYTES
+    return texts + lists + _BYTES_PER_SHOWN_TOKEN * tokens

@@ -65,6 +65,8 @@ def to_text(value: Any) -> str:
 
 def to_texts(value: Any) -> list[str]:
     """Strings without the empty ones; a single string counts as a list of one."""
+    if isinstance(value, Mapping):
+        raise ValueError
     texts = [to_text(entry) for entry in ([value] if isinstance(value, str) else value)]
     return list(dict.fromkeys(filter(None, texts)))
 

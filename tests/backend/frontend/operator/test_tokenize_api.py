@@ -376,6 +376,6 @@ def test_a_resumed_request_that_is_no_question_counts_its_output() -> None:
     from inflight.frontend.request.tokenize_pool import _num_text_bytes
 
     ids = np.array([5] * 10)
-    assert _num_text_bytes(WireRequest({"resume_token_ids": ids, "input_ids": ids})) == 160
-    assert _num_text_bytes(WireRequest({"input_ids": ids})) == 0
-    assert _num_text_bytes(WireRequest({"input_ids": ids}, {"control": "detokenize"})) == 160
+    assert _num_text_bytes(WireRequest({"resume_token_ids": ids, "input_ids": ids})) == 160 + 10
+    assert _num_text_bytes(WireRequest({"input_ids": ids})) == 5
+    assert _num_text_bytes(WireRequest({"input_ids": ids}, {"control": "detokenize"})) == 160 + 5 + 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from typing import Any
 
@@ -100,10 +101,23 @@ def test_unsupported_features_are_rejected_by_name(key: str, value: Any) -> None
         ("k" * 100_000, 1),
     ],
 )
-def test_excessive_values_are_rejected_in_one_line(key: str, value: Any) -> None:
+def test_excessive_values_are_rejected_in_one_line(key: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_for, look = [""], difflib.get_close_matches
+    monkeypatch.setattr(
+        difflib, "get_close_matches", lambda word, *rest, **n: looked_for.append(word) or look(word, *rest, **n)
+    )
     message = rejected({key: value})
     assert key[:50] in message
     assert len(message) < 1000
+    assert max(map(len, looked_for)) <= 100, "a similar key is not looked for at any length"
+
+
+@pytest.mark.parametrize("key", ["structured_outputs", "stop", "logit_bias"])
+def test_a_value_that_can_be_read_may_be_nested_too_deeply_to_be_shown(key: str) -> None:
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    assert f"{key}=a list that is nested too deeply: must be" in rejected({key: nested})
 
 
 def test_lora_is_rejected_in_vllm_backends_words() -> None:
@@ -181,6 +195,7 @@ def test_a_configured_seed_makes_request_seeds_repeatable() -> None:
         ({"stream": "maybe"}, "stream='maybe': must be true or false"),
         ({"stop": 5}, "stop=5: must be a string or a list of"),
         ({"stop": ["a", 5]}, "stop=['a', 5]: must be"),
+        ({"stop": {"a": 1}}, "stop={'a': 1}: must be a string or a list of strings"),
         ({"stop_words": "x" * 4097}, "stop contains a string of 4097 characters, 'xxx"),
         ({"stop_token_ids": "[1, 2560]"}, "stop_token_ids: token id 2560 is not in the vocabulary"),
         ({"logit_bias": {"9999": 1}}, "logit_bias: token id 9999"),

@@ -100,6 +100,27 @@ def test_a_short_text_passes_long_ones_that_are_being_read(rig: Rig) -> None:
     rig.streams.wait(opened=4)
 
 
+@pytest.mark.parametrize(
+    ("inputs", "parameters"),
+    [
+        ({}, {"stop_token_ids": f"[{'5,' * 4 * DIRECT_BYTES}5]"}),
+        ({"stop_token_ids": np.zeros(4 * DIRECT_BYTES, np.int64)}, {}),
+        ({"resume_token_ids": np.zeros(DIRECT_BYTES, np.int64)}, {}),
+    ],
+    ids=["parameter", "tensor", "output"],
+)
+def test_long_lists_are_read_by_threads_too(
+    rig: Rig, inputs: dict[str, np.ndarray], parameters: dict[str, Any]
+) -> None:
+    client = Client("list")
+    rig.block()
+    rig.pool.take(WireRequest(inputs, parameters, request_id="list"), client)
+    rig.pool.take(WireRequest({"input_ids": np.zeros(2048, np.int64)}, {"tenant": "a"}, request_id="short"), client)
+    assert rig.streams.names == ["short"]
+    rig.go.set()
+    rig.streams.wait(opened=4)
+
+
 def test_only_chats_wait_for_a_chat(rig: Rig) -> None:
     """Its template may take seconds, in a process of its own."""
     rig.take("wait", 1, prompt="messages")
@@ -115,8 +136,9 @@ def test_only_chats_wait_for_a_chat(rig: Rig) -> None:
     assert rig.streams.names[2:] == ["wait", "chat"]
 
 
-def test_chats_with_templates_of_their_own_hold_up_only_each_other(rig: Rig) -> None:
-    own = b'{"chat_template": "{% for i in range(9999999) %}'
+@pytest.mark.parametrize("key", [b"chat_template", b"chat\\u005ftemplate", b"\\u0063hat_templat\\u0065"])
+def test_chats_with_templates_of_their_own_hold_up_only_each_other(rig: Rig, key: bytes) -> None:
+    own = b'{"%s": "{%% for i in range(9999999) %%}' % key
     rig.take("wait", 1, prompt="messages", start=own)
     assert rig.reading.acquire(timeout=20)
     rig.take("another", 1, prompt="messages", start=own)
