@@ -15,7 +15,7 @@ from inflight.engine.tiers.tiers import Tiers
 
 __all__ = ["TierWriter"]
 
-_EVERY = 8  # steps between two looks at a running request; those that began together are not all looked at in one
+_EVERY = 8  # steps between two looks at a running request: at others that began with it in other steps
 
 
 class _Computed(NamedTuple):
@@ -57,9 +57,9 @@ class TierWriter(EngineListener):
 
     def step_begins(self, running: Sequence[Request]) -> None:
         for request, num_kept in self._num_kept.items():
-            if (self._num_made + request.request_id + request.index) % _EVERY == 0 and request not in self._silent:
-                if request.num_tokens >= (num_kept + 1) * self._extent_tokens:
-                    self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
+            is_turn = (self._num_made + request.request_id + request.index) % _EVERY == 0
+            if is_turn and request not in self._silent and request.num_tokens >= (num_kept + 1) * self._extent_tokens:
+                self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
 
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
