@@ -15,7 +15,7 @@ from inflight.engine.tiers.tiers import Tiers
 
 __all__ = ["TierWriter"]
 
-_EVERY = 8  # steps between two looks at the running requests
+_EVERY = 8  # steps between two looks at a running request: at others that began with it in other steps
 
 
 class _Computed(NamedTuple):
@@ -56,10 +56,10 @@ class TierWriter(EngineListener):
             self._silent[request] = None
 
     def step_begins(self, running: Sequence[Request]) -> None:
-        if self._num_made % _EVERY == 0:
-            for request, num_kept in self._num_kept.items():
-                if request not in self._silent and request.num_tokens >= (num_kept + 1) * self._extent_tokens:
-                    self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
+        for request, num_kept in self._num_kept.items():
+            is_turn = (self._num_made + request.request_id + request.index) % _EVERY == 0
+            if is_turn and request not in self._silent and request.num_tokens >= (num_kept + 1) * self._extent_tokens:
+                self._num_kept[request] = self._look_at(request, num_kept, self._extent_blocks)
 
     def left(self, request: Request) -> None:
         num_kept = self._num_kept.pop(request, None)
