@@ -184,7 +184,7 @@ def many(side: str, arguments: dict[str, Any]) -> common.Run:
 
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
-    core = engine(arguments, tiers=side in ("alone", "loaded"))
+    core = engine(arguments, tiers=side != "computed beside")
     wait_for_pages(core)
     if side == "cached":
         common.add(core, 1000, question(arguments, 1000), max_tokens=1)
