@@ -67,7 +67,9 @@ class Place:
         return group
 
     def order(self, **orders: str) -> None:
-        self.control.write_text(json.dumps(orders))
+        written = self.control.with_suffix(".new")  # the engine may be reading
+        written.write_text(json.dumps(orders))
+        written.rename(self.control)
 
     def processes(self) -> list[int]:
         """Ids of the processes with this place's control file."""

@@ -71,7 +71,9 @@ class SupervisorRig:
         return self
 
     def order(self, **orders: str) -> None:
-        self.control.write_text(json.dumps(orders))
+        written = self.control.with_suffix(".new")  # the engine may be reading
+        written.write_text(json.dumps(orders))
+        written.rename(self.control)
 
     def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
         client = RecordingClient()
