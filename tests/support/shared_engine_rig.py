@@ -32,7 +32,7 @@ __all__ = [
 CONFIG = EngineConfig(model="fake", spare_engine=False)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition never held"
