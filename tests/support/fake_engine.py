@@ -81,8 +81,9 @@ def echo(prompt: list[int], count: int) -> list[int]:
 
 
 def control() -> dict[str, str]:
+    path = os.environ.get("FAKE_ENGINE_CONTROL")
     try:
-        return json.loads(Path(os.environ.get("FAKE_ENGINE_CONTROL", "/nonexistent")).read_text())
+        return json.loads(Path(path).read_text()) if path else {}
     except FileNotFoundError:
         return {}
 
