@@ -30,7 +30,7 @@ KEY = "a-key-of-the-test"
 KEY_HEADERS = grpc_metadata(KEY)
 PROMPT = "the list of names"
 MODELS = ["asked", "signalled", "unloaded", "reloaded", "stopped"]
-DRAIN_SECONDS = {"asked": 4.0, "unloaded": 0.5, "reloaded": 0.5}  # of those that their requests outlive
+DRAIN_SECONDS = {"asked": 4.0, "unloaded": 0.5, "reloaded": 0.5}  # of models whose requests outlive them
 
 
 @pytest.fixture(scope="module")
