@@ -32,6 +32,7 @@ from inflight_client.wire import Columns, control_answer, http_body, http_column
 __all__ = ["AsyncHttpTransport", "HttpTransport"]
 
 _GRACE_SECONDS = 1.0  # as in `transport_grpc`
+_LOOK_SECONDS = 0.5  # between two looks at signals
 _END = object()
 _T = TypeVar("_T")
 
@@ -267,10 +268,16 @@ class HttpCall:
         return self
 
     def __next__(self) -> Columns:
-        columns = _check(self._queue.get(), self._cancelled)
+        columns = _check(self._next(), self._cancelled)
         if columns is None:
             raise StopIteration
         return columns
+
+    def _next(self) -> Any:
+        """Ctrl-C that comes just before the wait does not end it: Python looks at signals before and after."""
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._queue.get(timeout=_LOOK_SECONDS)
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -24,14 +24,15 @@ def test_an_open_device_forbids_forks(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize(
-    ("program", "obstacle"), [("import numpy", "None"), ("start()", "the imports have started threads: waits")]
+    ("program", "seconds", "obstacle"),
+    [("import numpy", 60, "None"), ("start()", 0.3, "the imports have started threads: waits")],
 )
-def test_only_threads_that_outlast_a_fork_forbid_it(program: str, obstacle: str) -> None:
+def test_only_threads_that_outlast_a_fork_forbid_it(program: str, seconds: float, obstacle: str) -> None:
     """numpy's BLAS starts some on import and ends them before a fork."""
     lines = (
         "import ctypes, threading, time",
         "from inflight import fork_server",
-        "fork_server._THREADS_END_SECONDS = 0.3",
+        f"fork_server._THREADS_END_SECONDS = {seconds}",
         "named = threading.Event()",
         "def wait(): ctypes.CDLL(None).prctl(15, b'waits', 0, 0, 0); named.set(); time.sleep(60)",
         "def start(): threading.Thread(target=wait, daemon=True).start(); named.wait()",

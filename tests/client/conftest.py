@@ -77,7 +77,7 @@ def seen(scripted: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
     with Client(scripted.grpc_address, model="scripted") as observer:
 
         def look(key: str, until: Callable[[dict[str, Any]], bool] = lambda _: True) -> dict[str, Any]:
-            for _ in range(200):
+            for _ in range(1000):
                 report: dict[str, Any] = json.loads(observer.generate(json.dumps({"report": key})).text)
                 if until(report):
                     return report
@@ -85,3 +85,14 @@ def seen(scripted: TritonServer) -> Iterator[Callable[..., dict[str, Any]]]:
             raise AssertionError(f"the model saw only {report} under {key!r}")
 
         yield look
+
+
+@pytest.fixture
+def release(scripted: TritonServer) -> Callable[[str], None]:
+    """Lets the held requests of a key go on."""
+
+    def go(key: str) -> None:
+        with Client(scripted.grpc_address, model="scripted") as client:
+            client.generate(json.dumps({"report": key, "release": True}))
+
+    return go

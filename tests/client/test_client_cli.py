@@ -15,6 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from inflight_client import transport_grpc, transport_http
 from inflight_client.cli import generate
 from inflight_tools.ports import pick_ports
 
@@ -80,7 +81,9 @@ def test_an_error_of_the_server_is_one_line(server: list[str]) -> None:
     assert (status, error) == (1, "inflight: temperature=-1 is out of range: allowed is [0, 100]\n")
 
 
-def test_a_deadline_shows_the_text_so_far(server: list[str]) -> None:
+def test_a_deadline_shows_the_text_so_far(server: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for transport in (transport_grpc, transport_http):
+        monkeypatch.setattr(transport, "_GRACE_SECONDS", 60.0)
     status, out, error = run('{"tokens": 100, "delay": 0.1}', "--timeout", "0.5", *server)
     assert status == 1
     assert out.startswith("t0 t1") and out.endswith("\n")

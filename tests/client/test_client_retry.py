@@ -207,21 +207,37 @@ def test_nothing_is_retried_once_output_has_arrived() -> None:
         next(stream)
 
 
-def test_attempts_share_the_timeout_and_end_with_it() -> None:
+def test_attempts_share_the_timeout_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(Stream, "_elapsed", lambda self: now)
+
+    class Wake(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            now += timeout or 0.0
+            return False
+
     server = Server(*[[BUSY] for _ in range(50)])
-    policy = RetryPolicy(max_attempts=50, initial_delay=0.05, multiplier=1, jitter=0)
+    policy = RetryPolicy(max_attempts=50, initial_delay=0.25, multiplier=1, jitter=0)
+    stream = Stream(request(timeout=1.0), policy, server)
+    stream._wake = Wake()
     with pytest.raises(UnavailableError):
-        list(Stream(request(timeout=0.2), policy, server))
-    left = [timeout for timeout in server.timeouts if timeout is not None]
-    assert 2 <= len(left) == len(server.timeouts) <= 4
-    assert left == sorted(left, reverse=True)
-    assert left[0] <= 0.2 and left[-1] > 0
+        list(stream)
+    assert server.timeouts == [1.0, 0.75, 0.5, 0.25]
 
 
 def test_cancelling_ends_a_wait_for_the_next_attempt() -> None:
+    waits = threading.Event()
+
+    class Wake(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.set()
+            return super().wait(timeout)
+
     server = Server([BUSY], [TEXT])
     stream = Stream(request(), RetryPolicy(initial_delay=60, max_delay=60), server)
-    threading.Timer(0.05, stream.cancel).start()
+    stream._wake = Wake()
+    threading.Thread(target=lambda: waits.wait() and stream.cancel(), daemon=True).start()
     with pytest.raises(RequestCancelledError):
         next(stream)
     assert len(server.timeouts) == 1

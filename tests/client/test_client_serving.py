@@ -166,12 +166,20 @@ def test_cancelling_ends_only_this_request(client: Client, seen: Look, key: str,
     assert seen(f"{key} other")["cancelled"] == 0
 
 
-def test_another_thread_can_cancel_before_the_first_token(client: Client, seen: Look, key: str) -> None:
-    stream = client.stream(script(key, words=["late"] * 50, delay=0.02, first_after=0.3), max_tokens=50)
-    threading.Timer(0.1, stream.cancel).start()
+def test_another_thread_can_cancel_before_the_first_token(
+    client: Client, seen: Look, key: str, release: Callable[[str], None]
+) -> None:
+    stream = client.stream(script(key, words=["late"] * 500, delay=0.02, held=True), max_tokens=500)
+
+    def cancel() -> None:
+        seen(key, lambda report: report.get("running") == 1)
+        stream.cancel()
+
+    threading.Thread(target=cancel, daemon=True).start()
     with pytest.raises(RequestCancelledError) as caught:
         next(stream)
     assert caught.value.partial is None
+    release(key)
     seen(key, lambda report: report["cancelled"] == 1)
 
 
@@ -234,7 +242,11 @@ def test_a_failure_midway_keeps_the_partial_result(client: Client) -> None:
     assert client.generate("still fine").text == "still fine"
 
 
-def test_the_server_enforces_the_deadline(client: Client, seen: Look, key: str) -> None:
+def test_the_server_enforces_the_deadline(
+    client: Client, seen: Look, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for transport in (transport_grpc, transport_http):
+        monkeypatch.setattr(transport, "_GRACE_SECONDS", 60.0)
     with pytest.raises(DeadlineExceededError, match="deadline exceeded: timeout of") as caught:
         client.generate(script(key, tokens=100, delay=0.05), max_tokens=100, timeout=0.3)
     assert caught.value.partial is not None and caught.value.partial.token_ids
@@ -246,9 +258,12 @@ def test_the_client_enforces_a_deadline_that_the_server_ignores(
 ) -> None:
     for transport in (transport_grpc, transport_http):
         monkeypatch.setattr(transport, "_GRACE_SECONDS", 0.1)
-    with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
-        client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=0.2)
-    seen(key, lambda report: report["cancelled"] == 1)
+    for seconds in (0.2, 2, 20):  # a busy machine may bring the request to the model too late
+        with pytest.raises(DeadlineExceededError, match="did not end the request in time"):
+            client.generate(script(key, tokens=500, delay=0.05, no_deadline=True), max_tokens=500, timeout=seconds)
+        if seen(key):
+            break
+    seen(key, lambda report: report["cancelled"] >= 1)
 
 
 def test_explicit_mode_loads_only_the_named_models(scripted: TritonServer, client: Client) -> None:

@@ -7,6 +7,8 @@ import gc
 import itertools
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -92,6 +94,32 @@ def test_events_are_reassembled_wherever_they_were_split() -> None:
     for size in (1, 3, 7, len(stream)):
         pieces = [stream[start : start + size] for start in range(0, len(stream), size)]
         assert over_http(SSE, *pieces)[0] == ["nä", "漢🙂", "end"]
+
+
+def test_an_interrupt_that_does_not_end_the_wait_itself_is_noticed() -> None:
+    """The kernel hands it to another thread here, in an interpreter of its own."""
+    program = """
+import socket, threading
+from signal import SIGINT, default_int_handler, pthread_kill, signal
+from inflight_client import Client
+signal(SIGINT, default_int_handler)
+silent = socket.create_server(("127.0.0.1", 0))
+with Client("127.0.0.1:%d" % silent.getsockname()[1], protocol="http") as client:
+    stream = client.stream("p")
+    get, waits = stream._call._queue.get, threading.Event()
+    class Queue:
+        def get(self, **options):
+            waits.set()
+            return get(**options)
+    stream._call._queue = Queue()
+    threading.Thread(target=lambda: waits.wait() and pthread_kill(threading.get_ident(), SIGINT), daemon=True).start()
+    try:
+        next(stream)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_headers_are_sent() -> None:

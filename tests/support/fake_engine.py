@@ -10,12 +10,15 @@ Started like the real one (`--fd N`, `--fork-server`).  A request's `tenant` can
     giveup=3    give up the request in a StepMessage then
     delay=0.05  seconds that each step takes while the request runs
     run=4       tokens per step
+    hold=3      no more than three tokens until the control file has `go`
+    pause=3     likewise, but of each engine process: the next one makes three more
+    follow=3    likewise, but beside a request that is not held it makes more
     refuse=CODE answer RequestFailed with that code
 
 Each abort is appended as a line to the file named by `$FAKE_ENGINE_LOG`, if set.  The JSON file named
-by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start and for each question:
+by `$FAKE_ENGINE_CONTROL`, if it exists, is read at each start, for each question, and while a request is held:
 
-    {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash"}
+    {"start": "fail" | "fatal" | "exit" | "hang", "answer": "never" | "error" | "crash", "go": ""}
 
 With `--fork-server`, `$FAKE_ENGINE_THREADS` is the number of threads that it has when it is asked to fork, and with
 `$FAKE_ENGINE_NO_PIDFD` the system gives it no pidfd.  With `$FAKE_ENGINE_OUTDATED` it says that it is outdated, unless
@@ -78,8 +81,11 @@ def echo(prompt: list[int], count: int) -> list[int]:
 
 
 def control() -> dict[str, str]:
-    path = Path(os.environ.get("FAKE_ENGINE_CONTROL", "/nonexistent"))
-    return json.loads(path.read_text()) if path.exists() else {}
+    path = os.environ.get("FAKE_ENGINE_CONTROL")
+    try:
+        return json.loads(Path(path).read_text()) if path else {}
+    except FileNotFoundError:
+        return {}
 
 
 class FakeSequence:
@@ -96,6 +102,12 @@ class FakeSequence:
         wants_prompt = leads and request.params.prompt_logprobs is not None
         prompt = request.prompt_token_ids
         self.prompt_entries = [[], *([(p, -2.0, 3)] for p in prompt[1:])] if wants_prompt else None
+
+    @property
+    def is_held(self) -> bool:
+        given = {"hold": 0, "pause": self.start, "follow": self.start}
+        limits = [int(self.orders[name]) + count for name, count in given.items() if name in self.orders]
+        return any(self.done >= limit for limit in limits) and "go" not in control()
 
     def step(self) -> SequenceDelta:
         """As the real engine's: a prompt's log probabilities come chunk by chunk, with the first sequence that runs."""
@@ -186,7 +198,11 @@ class FakeEngine:
         self.send(StepMessage(deltas, stats, failed=list(failed), leads=self.leads))
 
     def step(self) -> None:
-        batch = list(self.running)
+        batch = [sequence for sequence in self.running if not sequence.is_held]
+        if not batch:
+            time.sleep(0.002)
+            return
+        batch = [sequence for sequence in self.running if sequence in batch or "follow" in sequence.orders]
         self.heartbeat.launched(
             SchedulerOutput(
                 num_tokens=len(batch),
@@ -216,7 +232,9 @@ class FakeEngine:
         deltas = [sequence.step() for sequence in batch if sequence.request.request_id not in given_up]
         ended = {(d.request_id, d.index) for d in deltas if d.finish_reason}
         self.running = [
-            s for s in batch if s.request.request_id not in given_up and (s.request.request_id, s.index) not in ended
+            s
+            for s in self.running
+            if s.request.request_id not in given_up and (s.request.request_id, s.index) not in ended
         ]
         failed = [RequestFailed(request_id, "UNAVAILABLE", "waited too long") for request_id in given_up]
         self.report(deltas, len(batch), failed)

@@ -121,7 +121,7 @@ class RecordingClient:
         return ["".join(column) for column in zip(*rows)]
 
     def wait(self) -> RecordingClient:
-        assert self.ended.wait(20), "the stream did not end"
+        assert self.ended.wait(60), "the stream did not end"
         return self
 
 

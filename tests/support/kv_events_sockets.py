@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any
 
 from inflight.engine.kv_events.publisher import ZmqPublisher
 from inflight.kv_events_config import KVEventsConfig
+from inflight_tools.ports import pick_ports
 
 
 @contextmanager
@@ -24,7 +24,5 @@ def publishing(
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
+    """A port on which no server listens, and which the system gives to no outgoing connection."""
+    return pick_ports(1)[0]

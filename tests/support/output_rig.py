@@ -86,7 +86,7 @@ class Rig:
         handled = threading.Event()
         self.streams._events.put(self.streams._catch_up)
         self.streams._events.put(handled.set)
-        assert handled.wait(10)
+        assert handled.wait(60)
 
     def feed(self, ids: list[int], finish: str | None = "length", request_id: int = 1) -> None:
         for position, token in enumerate(ids):
@@ -95,8 +95,8 @@ class Rig:
 
 
 def wait_for(condition: Callable[[], Any]) -> None:
-    """Raises AssertionError: `condition` is not true within ten seconds."""
-    deadline = time.monotonic() + 10
+    """Raises AssertionError: `condition` is not true within a minute."""
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "the condition never held"
         time.sleep(0.002)

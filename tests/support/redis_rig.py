@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from inflight_tools.ports import pick_ports
+
 __all__ = ["RedisServer", "free_port", "needs_redis"]
 
 _MISSING = [
@@ -84,7 +86,5 @@ def _listens(port: int) -> bool:
 
 
 def free_port() -> int:
-    """A port on which no server listens."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """A port on which no server listens, and which the system gives to no outgoing connection."""
+    return pick_ports(1)[0]

@@ -32,7 +32,7 @@ __all__ = [
 CONFIG = EngineConfig(model="fake", spare_engine=False)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition never held"
@@ -67,7 +67,9 @@ class Place:
         return group
 
     def order(self, **orders: str) -> None:
-        self.control.write_text(json.dumps(orders))
+        written = self.control.with_suffix(".new")  # the engine may be reading
+        written.write_text(json.dumps(orders))
+        written.rename(self.control)
 
     def processes(self) -> list[int]:
         """Ids of the processes with this place's control file."""

@@ -30,7 +30,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 20) -> Any:
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "the condition never became true"
@@ -71,7 +71,9 @@ class SupervisorRig:
         return self
 
     def order(self, **orders: str) -> None:
-        self.control.write_text(json.dumps(orders))
+        written = self.control.with_suffix(".new")  # the engine may be reading
+        written.write_text(json.dumps(orders))
+        written.rename(self.control)
 
     def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
         client = RecordingClient()

@@ -136,18 +136,26 @@ class AsyncLLM(AsyncPooledCalls):
 
     async def _submitted(self, submit: Callable[[], list[Any]]) -> list[Any]:
         """The requests that `submit` opens, in a thread; aborted if the caller is cancelled meanwhile."""
-        submitted = asyncio.ensure_future(asyncio.to_thread(submit))
+        lock, opened, given_up = threading.Lock(), list[Any](), False
+
+        def run() -> None:
+            found = submit()
+            with lock:
+                opened.extend(found)
+                is_late = given_up
+            if is_late:  # the caller's loop may have ended
+                self._abort_all(found)
+
         try:
-            requests = await asyncio.shield(submitted)
+            await asyncio.to_thread(run)
         except asyncio.CancelledError:
-            submitted.add_done_callback(self._abort_submitted)
+            with lock:
+                given_up = True
+                found = list(opened)
+            self._abort_all(found)
             raise
         self._steps.wake()
-        return requests
-
-    def _abort_submitted(self, submitted: asyncio.Future[list[Any]]) -> None:
-        if not submitted.cancelled() and submitted.exception() is None:
-            self._abort_all(submitted.result())
+        return opened
 
     def _abort_all(self, requests: Sequence[Any]) -> None:
         for request in requests:

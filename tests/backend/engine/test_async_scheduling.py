@@ -32,7 +32,7 @@ class GatedRunner(PagedHashRunner):
         with self._changed:
             waits_for = self.num_executed + 1
             self.overlapped += self._changed.wait_for(
-                lambda: self.num_prepared >= waits_for, timeout=5 if self.gated else 0
+                lambda: self.num_prepared >= waits_for, timeout=60 if self.gated else 0
             )
         return super().execute(out, prepared)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,34 @@ def test_what_is_cancelled_or_closed_is_aborted(async_llm: AsyncLLM) -> None:
     async_llm.engine.step()  # the aborts have had their turn
     assert not async_llm.engine.has_open
     check_core(async_llm.engine.core)
+
+
+def test_a_request_that_is_opened_after_its_loop_has_cancelled_all_is_aborted(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncio.run` cancels what is left, and then waits for the threads."""
+    asked, goes_on, submit = threading.Event(), threading.Event(), async_llm.engine.submit
+
+    def late(*arguments: Any) -> Any:
+        asked.set()
+        assert goes_on.wait(60)
+        return submit(*arguments)
+
+    monkeypatch.setattr(async_llm.engine, "submit", late)
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        end = loop.shutdown_default_executor
+        loop.shutdown_default_executor = lambda *seconds: goes_on.set() or end(*seconds)  # type: ignore[method-assign]
+        task = asyncio.ensure_future(last(async_llm.generate(PROMPTS[0], SamplingParams(max_tokens=2000))))
+        await asyncio.to_thread(asked.wait, 60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    async_llm.engine.step()  # the abort has had its turn
+    assert not async_llm.engine.has_open
 
 
 def test_errors_reach_the_task_that_caused_them(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ PASSES: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    return Path(make_checkpoint("llama", tmp_path_factory.mktemp("nan")))
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    log = logging.getLogger("transformers")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    yield Path(make_checkpoint("llama", tmp_path_factory.mktemp("nan")))
+    log.setLevel(before)
 
 
 def poisoned(checkpoint: Path, folder: Path, name: str, place: tuple[int, ...]) -> str:

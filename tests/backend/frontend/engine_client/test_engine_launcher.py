@@ -54,15 +54,15 @@ def never_checked(rig: SupervisorRig) -> None:
 
 
 def test_every_engine_is_a_fork_of_one_process(rig: SupervisorRig) -> None:
-    client = rig.open(orders="delay=0.002", max_tokens=500)
+    client = rig.open(orders="pause=8", max_tokens=50)
     server, engines = fork_server_pid(rig), [engine_pid(rig)]
     for _ in range(3):
-        seen = len(client.responses)
-        wait_for(lambda seen=seen: len(client.responses) > seen)
+        wait_for(lambda: len(tokens(client)) == 8 * len(engines))
         os.kill(engines[-1], signal.SIGKILL)
         engines.append(engine_pid(rig, *engines))
         assert psutil.Process(engines[-1]).ppid() == server == fork_server_pid(rig)
-    assert tokens(client.wait()) == echo(PROMPT, 500)
+    rig.order(go="")
+    assert tokens(client.wait()) == echo(PROMPT, 50)
     assert len([line for line in rig.lines if "died (signal 9, SIGKILL)" in line]) == 3
 
 
@@ -112,14 +112,15 @@ def test_one_that_is_outdated_has_a_successor_and_still_reports_how_its_engine_e
     try:
         rig.supervisor._watchdog.interval = 0.02
         server, engine = fork_server_pid(rig), engine_pid(rig)
-        client = rig.open(orders="delay=0.002", max_tokens=2000)
+        client = rig.open(orders="hold=8", max_tokens=50)
         successor = wait_for(lambda: fork_server_pid(rig) != server and fork_server_pid(rig))
         assert (rig.supervisor.pid, alive(server)) == (engine, True)
         kill(engine)
         assert psutil.Process(engine_pid(rig, engine)).ppid() == successor
         wait_for(lambda: not alive(server))
         assert any("died (signal 9, SIGKILL)" in line for line in rig.lines)
-        assert tokens(client.wait()) == echo(PROMPT, 2000)
+        rig.order(go="")
+        assert tokens(client.wait()) == echo(PROMPT, 50)
         assert fork_server_pid(rig) == successor
     finally:
         rig.stop()

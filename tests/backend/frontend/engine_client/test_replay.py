@@ -30,11 +30,11 @@ def kill(rig: SupervisorRig) -> None:
 
 
 def test_streams_go_on_with_the_next_engine(rig: SupervisorRig) -> None:
-    clients = [rig.open(orders="delay=0.002", stream=k % 3 != 0, n=1 + k % 2, max_tokens=300 + k) for k in range(9)]
-    for _ in range(3):
-        seen = [len(client.responses) for client in clients]
-        wait_for(lambda seen=seen: all(len(clients[k].responses) > seen[k] for k in range(9) if k % 3))
+    clients = [rig.open(orders="pause=8", stream=k % 3 != 0, n=1 + k % 2, max_tokens=300 + k) for k in range(9)]
+    for lives in range(1, 4):
+        wait_for(lambda lives=lives: all(len(tokens(clients[k])) == 8 * lives * (1 + k % 2) for k in range(9) if k % 3))
         kill(rig)
+    rig.order(go="")
     new = rig.open(max_tokens=5)
     for k, client in enumerate(clients):
         assert client.wait().error is None
@@ -94,9 +94,9 @@ def test_poison_is_found_among_many_while_the_others_and_new_ones_live(rig: Supe
 
 
 def test_deadlines_and_cancellations_hold_while_there_is_no_engine(rig: SupervisorRig) -> None:
-    late = rig.open(orders="delay=0.002", max_tokens=2000, timeout=600.0)
-    cancelled = rig.open(orders="delay=0.002", max_tokens=2000)
-    other = rig.open(orders="delay=0.002", max_tokens=100)
+    late = rig.open(orders="hold=5", max_tokens=2000, timeout=600.0)
+    cancelled = rig.open(orders="hold=5", max_tokens=2000)
+    other = rig.open(orders="pause=5", max_tokens=6)
     wait_for(lambda: late.responses and cancelled.responses and other.responses)
     rig.order(start="hang")
     pid = rig.supervisor.pid
@@ -111,11 +111,11 @@ def test_deadlines_and_cancellations_hold_while_there_is_no_engine(rig: Supervis
     assert "deadline exceeded" in error[1]
     rig.control.unlink()
     hanging.kill("the test goes on")
-    assert tokens(other.wait()) == echo(PROMPT, 100)
+    assert tokens(other.wait()) == echo(PROMPT, 6)
 
 
 def test_if_no_engine_starts_open_streams_end_with_the_cause(rig: SupervisorRig) -> None:
-    clients = [rig.open(orders="delay=0.002", max_tokens=2000) for _ in range(4)]
+    clients = [rig.open(orders="hold=5", max_tokens=2000) for _ in range(4)]
     wait_for(lambda: all(client.responses for client in clients))
     rig.order(start="exit")
     pid = rig.supervisor.pid

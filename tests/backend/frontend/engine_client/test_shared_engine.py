@@ -52,7 +52,14 @@ def kill(rigs: list[SupervisorRig]) -> None:
     assert len({rig.supervisor.pid for rig in rigs}) == 1
 
 
-def open_all(rigs: list[SupervisorRig], count: int, orders: str = "delay=0.002") -> list[RecordingClient]:
+def kill_and_send_in_turn(rigs: list[SupervisorRig]) -> list[bool]:
+    """Kill the engine process under requests that hold; returns which frontends wait for their turns."""
+    kill(rigs)
+    wait_for(lambda: sum(rig.supervisor._send_buffer.paused for rig in rigs) == len(rigs) - 1)
+    return [rig.supervisor._send_buffer.paused for rig in rigs]
+
+
+def open_all(rigs: list[SupervisorRig], count: int, orders: str) -> list[RecordingClient]:
     return [rig.open(orders=orders, max_tokens=150 + k) for rig in rigs for k in range(count)]
 
 
@@ -63,11 +70,11 @@ def check_all(clients: list[RecordingClient], count: int) -> None:
 
 
 def test_all_streams_go_on_with_the_next_engine(rigs: list[SupervisorRig]) -> None:
-    clients = open_all(rigs, 4)
-    for _ in range(3):
-        seen = [len(client.responses) for client in clients]
-        wait_for(lambda seen=seen: all(len(c.responses) > s for c, s in zip(clients, seen)))
+    clients = open_all(rigs, 4, "pause=8")
+    for lives in range(1, 4):
+        wait_for(lambda lives=lives: all(len(tokens(client)) == 8 * lives for client in clients))
         kill(rigs)
+    rigs[0].order(go="")
     new = [rig.open(max_tokens=5) for rig in rigs]
     check_all(clients, 4)
     assert [tokens(client.wait()) for client in new] == [echo(PROMPT, 5)] * 3
@@ -123,13 +130,12 @@ def test_an_engine_that_was_up_before_it_died_is_lost_and_no_failed_start(beats:
 
 
 def test_after_a_death_one_frontend_sends_at_a_time(rigs: list[SupervisorRig]) -> None:
-    slow = [rig.open(orders="delay=0.5,run=1", max_tokens=4) for rig in rigs]
+    slow = [rig.open(orders="hold=1", max_tokens=4) for rig in rigs]
     wait_for(lambda: all(client.responses for client in slow))
-    kill(rigs)
-    waiting = [rig.supervisor._send_buffer.paused for rig in rigs]
-    assert sum(waiting) == 2, "each step takes half a second"
+    waiting = kill_and_send_in_turn(rigs)
     new = rigs[waiting.index(True)].open(max_tokens=3)
     assert not new.responses
+    rigs[0].order(go="")
     for client in [*slow, new]:
         assert client.wait().error is None
     wait_for(lambda: not any(rig.supervisor._send_buffer.paused for rig in rigs))
@@ -140,12 +146,13 @@ def test_a_trial_comes_in_its_frontends_turn_and_the_others_keep_their_requests_
     held: list[Callable[[], None]] = []
     recall = rigs[0].supervisor.recall
     rigs[0].supervisor.recall = lambda emptied: recall(lambda: held.append(emptied))  # type: ignore[method-assign]
-    clients = open_all(rigs, 2)
+    clients = open_all(rigs, 2, "follow=8")
     wait_for(lambda: all(client.responses for client in clients))
     poison = rigs[0].open(orders="delay=0.002,crash=3", max_tokens=100)
     wait_for(lambda: held)
     assert [rig.supervisor._send_buffer.paused for rig in rigs] == [False, True, True]
     assert not any(rig.supervisor._send_buffer.in_engine for rig in rigs)
+    rigs[0].order(go="")
     held.pop()()
     error = poison.wait().error
     assert error is not None and "4 times in a row" in error[1]
@@ -154,12 +161,12 @@ def test_a_trial_comes_in_its_frontends_turn_and_the_others_keep_their_requests_
 
 
 def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[SupervisorRig]) -> None:
-    slow = [rig.open(orders="delay=0.3", max_tokens=4) for rig in rigs]
+    slow = [rig.open(orders="hold=1", max_tokens=4) for rig in rigs]
     wait_for(lambda: all(client.responses for client in slow))
-    kill(rigs)
-    turn = [rig.supervisor._send_buffer.paused for rig in rigs].index(False)
+    turn = kill_and_send_in_turn(rigs).index(False)
     gone = rigs.pop(turn)
     gone.stop()
+    rigs[0].order(go="")
     slow.pop(turn)
     for client in slow:
         assert tokens(client.wait()) == echo(PROMPT, 4)
@@ -167,7 +174,7 @@ def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[Supervisor
 
 def test_a_turn_ends_in_time(tmp_path: Path) -> None:
     rigs = make_rigs(tmp_path, turn_seconds=0.2)
-    slow = [rig.open(orders="delay=2", max_tokens=2) for rig in rigs[:2]]
+    slow = [rig.open(orders="hold=1", max_tokens=2) for rig in rigs[:2]]
     wait_for(lambda: all(client.responses for client in slow))
     kill(rigs)
     assert tokens(rigs[2].open(max_tokens=5).wait()) == echo(PROMPT, 5)
@@ -177,10 +184,11 @@ def test_a_turn_ends_in_time(tmp_path: Path) -> None:
 
 
 def test_one_that_stops_takes_only_its_own_requests_along(rigs: list[SupervisorRig]) -> None:
-    clients = open_all(rigs, 2)
+    clients = open_all(rigs, 2, "hold=8")
     wait_for(lambda: all(client.responses for client in clients))
     pid = rigs[0].supervisor.pid
     rigs[0].stop()
+    rigs[1].order(go="")
     for client in clients[:2]:
         error = client.wait().error
         assert error is not None
@@ -206,11 +214,12 @@ def test_a_restart_that_fails_is_known_to_all_and_ends(rigs: list[SupervisorRig]
 
 def test_a_hang_under_one_frontends_request_is_detected_and_all_continue(tmp_path: Path) -> None:
     rigs = make_rigs(tmp_path, engine_timeout=0.5)
-    clients = open_all(rigs, 2, "delay=0.01")
+    clients = open_all(rigs, 2, "hold=8")
     wait_for(lambda: all(client.responses for client in clients))
     pid = rigs[0].supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    rigs[0].order(go="")
     check_all(clients, 2)
     assert any("did not finish a step" in line for line in rigs[1].lines)
     for rig in rigs:

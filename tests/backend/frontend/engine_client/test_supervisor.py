@@ -128,7 +128,7 @@ def test_the_number_of_sequences_that_wait_for_a_restart_is_limited(tmp_path: Pa
 
 
 def test_engines_that_others_kill_are_no_failed_restarts(rig: SupervisorRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    client = rig.open(orders="delay=0.01", max_tokens=100)
+    client = rig.open(orders="pause=5", max_tokens=6)
     wait_for(lambda: client.responses)
     launch, lost = rig.supervisor._launcher.launch, [True] * 2 * RestartPolicy().refuse_after
 
@@ -142,7 +142,7 @@ def test_engines_that_others_kill_are_no_failed_restarts(rig: SupervisorRig, mon
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
-    assert tokens(client.wait()) == echo(PROMPT, 100) and not lost
+    assert tokens(client.wait()) == echo(PROMPT, 6) and not lost
 
 
 def test_after_several_failed_restarts_requests_are_refused_until_one_succeeds(rig: SupervisorRig) -> None:

@@ -41,6 +41,7 @@ class Trials:
         self.sent: list[int] = []
         self.held: list[Callable[[], None]] = []
         self.hold = False
+        self._order = rig.order
         self._recall, self._resubmit = rig.supervisor.recall, rig.supervisor.resubmit
         rig.supervisor.recall, rig.supervisor.resubmit = self.recall, self.resubmit  # type: ignore[method-assign]
 
@@ -58,6 +59,7 @@ class Trials:
 
     def release(self) -> None:
         self.hold = False
+        self._order(go="")
         self.held.pop()()
 
 
@@ -72,7 +74,8 @@ def start(rig: SupervisorRig, hold: bool = False, crash: str = "crash=4") -> tup
     """Four streams, two of them with n=2, and then a poison, the last client."""
     trials = Trials(rig)
     trials.hold = hold
-    clients = [rig.open(orders="delay=0.001", n=1 + k % 2, max_tokens=LENGTH) for k in range(4)]
+    pace = "follow=8" if hold else "delay=0.001"  # none ends before the engine is emptied, however late we notice
+    clients = [rig.open(orders=pace, n=1 + k % 2, max_tokens=LENGTH) for k in range(4)]
     wait_for(lambda: all(client.responses for client in clients))
     return trials, [*clients, rig.open(orders=f"delay=0.001,{crash}", max_tokens=LENGTH)]
 

@@ -105,11 +105,12 @@ def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
 
 
 def test_a_stopped_engine_is_killed_and_its_streams_go_on(rig: SupervisorRig) -> None:
-    clients = [rig.open(orders="delay=0.002", max_tokens=200 + k) for k in range(5)]
+    clients = [rig.open(orders="hold=8", max_tokens=200 + k) for k in range(5)]
     wait_for(lambda: all(client.responses for client in clients))
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    rig.order(go="")
     for k, client in enumerate(clients):
         assert tokens(client.wait()) == echo(PROMPT, 200 + k)
     assert rig.supervisor.pid != pid

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from inflight.frontend.lifecycle import unload_detector
+from inflight.frontend.lifecycle import server_probe, unload_detector
 from inflight.frontend.lifecycle.drain import Drain
 from inflight.frontend.lifecycle.instance_registry import RegistryEntry, children_of, states_of
 from inflight.frontend.lifecycle.server_probe import ServerProbe, listening_addresses
@@ -172,6 +172,7 @@ def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     addresses = [server.server_address[:2] for server in servers]
     monkeypatch.setattr("inflight.frontend.lifecycle.server_probe.listening_addresses", lambda pid: addresses)
+    monkeypatch.setattr(server_probe, "_SECONDS", 60.0)
     monkeypatch.setattr(Handler, "status", 400)
     assert ServerProbe("a model", "1", os.getpid()).is_ready() is False
     monkeypatch.setattr(Handler, "status", 403)
@@ -181,7 +182,8 @@ def test_the_probe_does_not_take_the_metrics_service_for_the_server(monkeypatch:
         server.server_close()
 
 
-def test_the_probe_finds_the_server_and_knows_when_it_is_gone() -> None:
+def test_the_probe_finds_the_server_and_knows_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_probe, "_SECONDS", 60.0)
     quiet = socket.create_server(("127.0.0.1", 0))  # listens, and is no server
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from queue import SimpleQueue
-from threading import Semaphore
+from threading import Event, Semaphore
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,20 +42,14 @@ def rig(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SupervisorR
     rig.stop()
 
 
-def slow_down(rig: SupervisorRig, seconds: float) -> None:
-    """Each token of the only stream takes the sender thread so long."""
-    stream = wait_for(lambda: rig.streams._streams.get(1))
-    for sequence in stream.sequences:
-
-        def slow(delta: SequenceDelta, advance=sequence.advance) -> None:
-            time.sleep(seconds)
-            advance(delta)
-
-        def slow_each(token_ids: list[int], advance_each=sequence.advance_each) -> None:
-            time.sleep(seconds * len(token_ids))
-            advance_each(token_ids)
-
-        sequence.advance, sequence.advance_each = slow, slow_each
+def open_with_backlog(rig: SupervisorRig, n: int = 1) -> RecordingClient:
+    """The only stream: the sender thread finds 40 tokens of each of its sequences at once; the rest comes with `go`."""
+    gate = Event()
+    rig.streams.run(lambda: gate.wait(30) and None)
+    client = rig.open(orders="hold=40", n=n, max_tokens=100)
+    wait_for(lambda: rig.streams._events.qsize() >= 40)  # steps, behind the stream itself
+    gate.set()
+    return client
 
 
 def paused(rig: SupervisorRig) -> bool:
@@ -95,8 +89,9 @@ def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: Su
         resubmitted.extend(requests),
         submit(requests, *flags, **named),
     )
-    client = rig.open(orders="delay=0.001", n=n, max_tokens=100)
-    slow_down(rig, 0.004)
+    client = open_with_backlog(rig, n)
+    wait_for(lambda: resubmitted)  # it was paused
+    rig.order(go="")
     assert client.wait().error is None
     counts: list[list[int]] = [[] for _ in range(n)]
     for response in client.responses:
@@ -104,24 +99,24 @@ def test_a_stream_with_a_backlog_pauses_in_the_engine_and_loses_no_token(rig: Su
         for sequence, count in zip(counts, response["token_counts"].tolist()):
             sequence += [next(ids) for _ in range(count)]
     assert counts == [echo(PROMPT, 100)] * n
-    assert resubmitted, "it was paused"
     assert rig.supervisor._send_buffer.in_engine == set()
 
 
 def test_an_engine_that_dies_while_a_stream_is_paused_costs_no_token(rig: SupervisorRig) -> None:
-    client = rig.open(orders="delay=0.001", max_tokens=100)
-    slow_down(rig, 0.02)
+    rig.order(answer="never")  # it stays paused
+    client = open_with_backlog(rig)
     wait_for(lambda: paused(rig))
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGKILL)
+    rig.order(go="")
     assert tokens(client.wait()) == echo(PROMPT, 100)
     assert client.error is None
 
 
 def test_a_paused_stream_can_be_cancelled(rig: SupervisorRig) -> None:
-    client = rig.open(orders="delay=0.001", max_tokens=100)
-    slow_down(rig, 0.004)
+    rig.order(answer="never")  # it stays paused
+    client = open_with_backlog(rig)
     wait_for(lambda: paused(rig))
     client.cancelled = True
     assert client.wait().error == ("CANCELLED", "Request was cancelled")

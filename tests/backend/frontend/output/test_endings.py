@@ -59,13 +59,15 @@ def test_a_request_that_ended_before_its_cancellation_was_seen_is_not_logged(rig
 
 
 def test_a_deadline_ends_a_stream_after_its_tokens_so_far_were_sent(rig: Rig) -> None:
-    client = rig.open(timeout=0.2)
+    client = rig.open(timeout=600.0)
     rig.feed(IDS[:2], finish=None)
+    rig.settle()
+    rig.streams._streams[1].deadline = time.monotonic()
     client.wait()
     assert client.error is not None
     code, message = client.error
     assert code == "CANCELLED"
-    assert message == "deadline exceeded: the request's timeout of 0.2 s ran out after 2 output tokens"
+    assert message == "deadline exceeded: the request's timeout of 600 s ran out after 2 output tokens"
     assert client.texts() == [TOKENIZER.decode(IDS[:2])]
     assert (1, None) in rig.engine.aborted
 

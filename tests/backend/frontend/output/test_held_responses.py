@@ -94,13 +94,18 @@ def test_a_costly_stream_does_not_hold_the_others(end: str, monkeypatch: pytest.
         advance_each(token_ids)
 
     sequence.advance_each = slow  # type: ignore[method-assign]
+    order: list[str] = []
+    cheap.send = lambda *response, send=cheap.send: (order.append("cheap"), send(*response))  # type: ignore[method-assign]
+    for end_costly in ("send", "fail"):
+        wrapped = getattr(costly, end_costly)
+        setattr(costly, end_costly, lambda *response, wrapped=wrapped: (order.append("costly"), wrapped(*response)))
     rig.feed(4 * IDS, finish="length" if end == "its last token" else None)
     rig.feed(IDS, request_id=2)
     if end == "an error":
         rig.streams._fail_behind(1, RequestError("INTERNAL", "NaN"), "failed")
     assert cheap.wait().texts() == [TEXT]
-    assert not costly.finals
     costly.wait()
+    assert order[-1] == "costly", "the cheap one has ended before"
     sent = [token for response in costly.responses for token in response["token_ids"].tolist()]
     assert sent == 4 * IDS
     assert costly.texts() == [TOKENIZER.decode([*PROMPT, *4 * IDS]).removeprefix(TOKENIZER.decode(PROMPT))]

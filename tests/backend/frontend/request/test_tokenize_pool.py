@@ -234,9 +234,13 @@ def test_a_long_text_leaves_the_lock_to_other_threads() -> None:
     thread = threading.Thread(target=count)
     thread.start()
     assert started.wait(20)
-    before = counted[0]
-    tokenizer.encode(text)
-    during = counted[0] - before
+    most = 0
+    for _ in range(20):  # on a busy machine the other thread need not run each time
+        before = counted[0]
+        tokenizer.encode(text)
+        most = max(most, counted[0] - before)
+        if most > 3:
+            break
     stop.set()
     thread.join(20)
-    assert during > 3
+    assert most > 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import shutil
@@ -195,6 +196,7 @@ def test_a_disk_that_can_only_be_read_is_read(disk: Path) -> None:
 def test_any_call_can_fail(call: str, store: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so, and leaves neither descriptors nor unfinished files."""
     write(store, 1)
+    gc.collect()  # what other tests have left behind would close descriptors later
     descriptors = len(os.listdir("/proc/self/fd"))
     real: Any = getattr(os, call)
 
@@ -209,7 +211,7 @@ def test_any_call_can_fail(call: str, store: DirectoryStore, monkeypatch: pytest
         for name in {"preadv": ["read"], "writev": ["write"], "replace": ["write"]}.get(call, ["read", "write"]):
             with pytest.raises(OSError, match="Input/output"):
                 attempts[name]()
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert not list(store._path.rglob("*.part"))
     assert is_right(store, 1)
     assert not is_right(store, 2)
