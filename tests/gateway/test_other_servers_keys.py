@@ -63,17 +63,29 @@ async def test_what_has_no_effect_is_said(start, path):
 ON, OFF = ({"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), on)} for on in (True, False))
 
 
+def effort(name: str) -> dict[str, Any]:
+    """What the template gets of an effort."""
+    switches = (OFF if name == "none" else ON)["chat_template_kwargs"]
+    return {"chat_template_kwargs": {"reasoning_effort": name, **switches}}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"think": True}, ON),
         ({"think": False}, OFF),
-        ({"think": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
+        ({"think": "low"}, effort("low")),
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, ON),
         ({"thinking": {"type": "disabled"}}, OFF),
         ({"thinking": {"type": "adaptive"}}, {}),
         ({"thinking": False}, OFF),
-        ({"reasoning": {"effort": "high"}}, {"chat_template_kwargs": {"reasoning_effort": "high"}}),
+        ({"reasoning": {"effort": "high"}}, effort("high")),
+        ({"reasoning_effort": "low"}, effort("low")),
+        ({"reasoning_effort": "none"}, effort("none")),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False}},
+        ),
         ({"reasoning": {"effort": "none"}}, OFF),
         ({"reasoning": {"enabled": True, "max_tokens": 100}}, ON),
         (
