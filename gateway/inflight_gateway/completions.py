@@ -195,6 +195,7 @@ async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prom
         hides_output=body.max_tokens == 0,
         continuous_usage=body.continuous_usage,
         ids_as_tokens=bool(body.return_tokens_as_token_ids),
+        stop_token_ids=body.stop_token_ids,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -282,3 +283,32 @@ async def test_hosted_tools_are_left_out(start):
         assert [tool["function"]["name"] for tool in chat_of(front)["tools"]] == ["weather"]
     only = await front.post("/v1/responses", {"input": "a", "tools": hosted})
     assert only.status_code == 200 and "tools" not in chat_of(front)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize(("found", "shown"), [("END", "END"), (5, 5), (2, None), (None, None)])
+async def test_a_choice_says_what_ended_it(start, path, stream, found, shown):
+    def answer(request: Any) -> list[StreamChunk]:
+        *chunks, last = text("Hel", "lo")
+        delta = replace(last.choices[0], stop_reason=found if request.return_stop_reason else None)
+        return [*chunks, replace(last, choices=[delta])]
+
+    front = await start(answer)
+    front.client.inputs["demo"] += ("return_stop_reason",)
+    asked = {**BODIES[path], "stream": stream}
+    if found is not None:
+        asked |= {"stop": ["END"], "stop_token_ids": [5]}
+    response = await front.post(path, asked)
+    assert response.status_code == 200
+    parts = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    *before, last = [json.loads(part)["choices"][0] for part in parts or [response.text]]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", shown)
+    assert not any("stop_reason" in choice for choice in before)
+    assert front.client.requests[0].return_stop_reason == (found is not None)
+
+
+async def test_a_backend_without_stop_reasons_is_not_asked_for_them(start):
+    front = await start(ok)
+    response = await front.post(CHAT, {"messages": HI, "stop": ["END"]})
+    assert response.json()["choices"][0]["stop_reason"] is None and not front.client.requests[0].return_stop_reason
