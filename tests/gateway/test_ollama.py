@@ -384,6 +384,7 @@ async def test_texts_are_embedded_and_cut_off_at_the_end(start, given, inputs):
     found = answer.json()
     assert list(found) == ["model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"]
     assert found["model"] == "demo:latest" and 0 <= found["load_duration"] < found["total_duration"]
+    assert found["prompt_eval_count"] == sum(map(len, inputs))
     assert found["embeddings"] == [pytest.approx([len(one), 0.1]) for one in inputs]
     await front.post("/api/embed", {"model": "demo", "input": given, "truncate": False})
     assert front.client.requests[1].pooling == {"task": "embed", "inputs": inputs, "normalize": True}
