@@ -41,9 +41,12 @@ class ChatBody(SamplingBody, kw_only=True):
         "add_special_tokens": (None, False),  # the template writes them
         "audio": (None,),
         "length_penalty": (None, 1, 1.0),
+        "logprob_token_ids": (None, []),
         "modalities": (None, [], ["text"]),
         "moderation": (None,),
         "prediction": (None,),
+        "spaces_between_special_tokens": (None, True),
+        "truncation_side": (None, "left"),
         "use_beam_search": (None, False),
         "web_search_options": (None,),
         # vllm-router sends these with every chat.

@@ -36,6 +36,8 @@ class CompletionBody(SamplingBody, kw_only=True):
         "use_beam_search": (None, False),
         "prompt_embeds": (None,),
         "length_penalty": (None, 1, 1.0),
+        "logprob_token_ids": (None, []),
+        "truncation_side": (None, "left"),
         "add_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
         "logits_processors": (None,),

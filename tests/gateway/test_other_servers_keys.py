@@ -312,3 +312,36 @@ async def test_a_backend_without_stop_reasons_is_not_asked_for_them(start):
     front = await start(ok)
     response = await front.post(CHAT, {"messages": HI, "stop": ["END"]})
     assert response.json()["choices"][0]["stop_reason"] is None and not front.client.requests[0].return_stop_reason
+
+
+@pytest.mark.parametrize("path", sorted(ALL))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("session_id", "s"),
+        ("stream_interval", 4),
+        ("thinking_token_budget", 100),
+    ],
+)
+async def test_vllms_hints_are_no_unknown_keys(start, path, key, value):
+    front = await start(ok, strict=True)
+    response = await front.post(path, {**ALL[path], key: value})
+    assert response.status_code == 200 and response.headers["x-inflight-warning"].startswith(f"{key} has no effect: ")
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize(
+    ("key", "default", "other"),
+    [
+        ("logprob_token_ids", [], [5]),
+        ("spaces_between_special_tokens", True, False),
+        ("truncation_side", "left", "right"),
+    ],
+)
+async def test_what_would_change_the_answer_is_refused(start, path, key, default, other):
+    front = await start(ok, strict=True)
+    response = await front.post(path, {**BODIES[path], key: default})
+    assert response.status_code == 200 and "x-inflight-warning" not in response.headers
+    error = (await front.post(path, {**BODIES[path], key: other})).json()["error"]
+    assert (error["param"], error["code"]) == (key, "unsupported_parameter")
