@@ -65,7 +65,7 @@ ON, OFF = ({"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"
 
 
 def effort(name: str) -> dict[str, Any]:
-    """What the template gets of an effort."""
+    """The variables of the template for an effort."""
     switches = (OFF if name == "none" else ON)["chat_template_kwargs"]
     return {"chat_template_kwargs": {"reasoning_effort": name, **switches}}
 
