@@ -43,6 +43,7 @@ from inflight_gateway.lora_adapters import (
 from inflight_gateway.metrics import metrics
 from inflight_gateway.models import list_models, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
+from inflight_gateway.ollama_embed import OllamaEmbedBody, OllamaEmbeddingsBody, ollama_embed, ollama_embeddings
 from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
 from inflight_gateway.ollama_models import (
     ollama_absent,
@@ -127,6 +128,14 @@ _ENDPOINTS = (
     _Endpoint("/detokenize", detokenize, "The text of token ids", DetokenizeBody),
     _Endpoint("/api/chat", ollama_chat, "Answer chats, in Ollama's form", OllamaChatBody, ollama_error),
     _Endpoint("/api/generate", ollama_generate, "Answer prompts, in Ollama's form", OllamaGenerateBody, ollama_error),
+    _Endpoint("/api/embed", ollama_embed, "The vectors of texts, in Ollama's form", OllamaEmbedBody, ollama_error),
+    _Endpoint(
+        "/api/embeddings",
+        ollama_embeddings,
+        "The vector of a text, in Ollama's form",
+        OllamaEmbeddingsBody,
+        ollama_error,
+    ),
     _Endpoint("/api/show", ollama_show, "One model, in Ollama's form", OllamaShowBody, ollama_error),
     _Endpoint("/api/tags", ollama_tags, "The models, in Ollama's form", error_form=ollama_error),
     _Endpoint("/api/ps", ollama_ps, "The models, all of them loaded, in Ollama's form", error_form=ollama_error),

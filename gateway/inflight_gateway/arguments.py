@@ -56,6 +56,8 @@ def base_arguments(gateway: Gateway, http: Request, model: ServedModel, body: Sa
         known = {key: value for key, value in arguments.items() if key not in _INFLIGHT_ONLY}
         return known | {"return_token_ids": False}
     arguments["return_num_cached_tokens"] = True
+    if (body.stop or body.stop_token_ids) and "return_stop_reason" in model.inputs:
+        arguments["return_stop_reason"] = True
     if headers := trace_headers(http.scope):
         arguments["trace_headers"] = headers
     tenant = gateway.tenant(http, body.user)

@@ -20,6 +20,7 @@ from inflight_gateway.generation import complete, stream_events
 from inflight_gateway.kv_transfer import transfer_answer
 from inflight_gateway.legacy_logprobs import vllm_logprobs
 from inflight_gateway.sse import encode_json
+from inflight_gateway.stop_reason import shown_stop_reason
 from inflight_gateway.usage import fingerprint_of, usage_of
 
 __all__ = ["answer_chat", "chat_completions"]
@@ -72,6 +73,7 @@ def _choice(choice: Choice, body: ChatBody, plan: ChatPlan) -> dict[str, Any]:
         "message": _message(answer, body, plan),
         "logprobs": logprobs,
         "finish_reason": finish_reason(choice.finish_reason, bool(answer.calls), body),
+        "stop_reason": shown_stop_reason(choice.stop_reason, body.stop_token_ids),
     }
     if body.return_token_ids:
         found["token_ids"] = choice.token_ids

@@ -11,6 +11,7 @@ from inflight_gateway.chat_plan import ChatBody, ChatPlan
 from inflight_gateway.errors import APIError
 from inflight_gateway.generation import failed_events
 from inflight_gateway.sse import DONE, EventTemplate, event
+from inflight_gateway.stop_reason import shown_stop_reason
 from inflight_gateway.tool_parsers import CallArguments, CallStart, Content
 from inflight_gateway.usage import UsageCounter
 
@@ -73,6 +74,7 @@ class ChatEvents:
             found += choice.parser.finish(delta.finish_reason)
         events = [self._of(choice, one) for one in found]
         if delta.finish_reason is not None:
+            choice.stop_reason = shown_stop_reason(delta.stop_reason, self._body.stop_token_ids)
             events.append(
                 self._event(choice, {}, finish_reason(delta.finish_reason, choice.parser.calls > 0, self._body))
             )
@@ -119,6 +121,8 @@ class ChatEvents:
     def _value(self, choice: _Choice, delta: dict[str, Any], reason: str | None) -> dict[str, Any]:
         logprobs = {"content": choice.logprobs, "refusal": None} if choice.logprobs else None
         sent: dict[str, Any] = {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        if reason is not None:
+            sent["stop_reason"] = choice.stop_reason
         if choice.token_ids:
             sent["token_ids"] = choice.token_ids
         choice.logprobs, choice.token_ids = [], []
@@ -135,5 +139,6 @@ class _Choice:
         self.index = index
         self.parser = parser
         self.template: EventTemplate | None = None
+        self.stop_reason: str | int | None = None
         self.logprobs: list[dict[str, Any]] = []
         self.token_ids: list[int] = []

@@ -26,7 +26,7 @@ from inflight_gateway.request_templates import TEMPLATE_KEYS, RequestTemplate, c
 from inflight_gateway.response_format import behind_reasoning, body_constraint, calls_or
 from inflight_gateway.response_headers import warn
 from inflight_gateway.tool_parsers import FORMATS, format_named
-from inflight_gateway.translations import CHAT, Translation
+from inflight_gateway.translations import CHAT, THINKING_SWITCHES, Translation
 from inflight_gateway.upstream import ServedModel
 
 __all__ = ["ChatBody", "ChatPlan", "plan_chat"]
@@ -41,9 +41,12 @@ class ChatBody(SamplingBody, kw_only=True):
         "add_special_tokens": (None, False),  # the template writes them
         "audio": (None,),
         "length_penalty": (None, 1, 1.0),
+        "logprob_token_ids": (None, []),
         "modalities": (None, [], ["text"]),
         "moderation": (None,),
         "prediction": (None,),
+        "spaces_between_special_tokens": (None, True),
+        "truncation_side": (None, "left"),
         "use_beam_search": (None, False),
         "web_search_options": (None,),
         # vllm-router sends these with every chat.
@@ -272,8 +275,12 @@ def _template(body: ChatBody) -> dict[str, Any]:
 
 
 def _template_kwargs(body: ChatBody) -> dict[str, Any]:
-    given = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
-    return {name: value for name, value in given.items() if value is not None} | (body.chat_template_kwargs or {})
+    """The variables of the template.  An effort turns thinking on, or off ("none"), unless the body has a switch."""
+    own = body.chat_template_kwargs or {}
+    given: dict[str, Any] = {"reasoning_effort": body.reasoning_effort, "documents": body.documents}
+    if body.reasoning_effort is not None and not any(name in own for name in THINKING_SWITCHES):
+        given |= dict.fromkeys(THINKING_SWITCHES, body.reasoning_effort != "none")
+    return {name: value for name, value in given.items() if value is not None} | own
 
 
 def _constraint(body: ChatBody, tools: ToolPlan | None) -> dict[str, Any] | None:

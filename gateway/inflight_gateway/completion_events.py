@@ -12,6 +12,7 @@ from inflight_gateway.errors import APIError
 from inflight_gateway.generation import failed_events
 from inflight_gateway.legacy_logprobs import LegacyLogprobs, first_token_text, vllm_logprobs
 from inflight_gateway.sse import DONE, EventTemplate, event
+from inflight_gateway.stop_reason import shown_stop_reason
 from inflight_gateway.usage import UsageCounter
 
 __all__ = ["ChoiceBuilder", "CompletionEvents", "Plan"]
@@ -31,6 +32,7 @@ class Plan:
         hides_output: return the prompt alone.
         continuous_usage: every event has the usage so far.
         ids_as_tokens: log probabilities name tokens by their ids.
+        stop_token_ids: of the request.
     """
 
     n: int = 1
@@ -42,6 +44,7 @@ class Plan:
     hides_output: bool = False
     continuous_usage: bool = False
     ids_as_tokens: bool = False
+    stop_token_ids: Sequence[int] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -67,6 +70,7 @@ class ChoiceBuilder:
         """The only entry of a choice that does not stream; a missing finish reason means "stop"."""
         entry = self.entry(choice, prompt_rows)
         entry["finish_reason"] = entry["finish_reason"] or "stop"
+        entry.setdefault("stop_reason", None)
         if self._plan.prompt_logprobs:
             entry["prompt_logprobs"] = vllm_logprobs(prompt_rows)
         return entry
@@ -85,6 +89,9 @@ class ChoiceBuilder:
                 first_text = first_token_text(prompt_rows, plan.echo)
                 rows = [*prompt_rows, *rows]
         entry: dict[str, Any] = {"index": self._index, "text": text, "logprobs": None, "finish_reason": reason}
+        if reason is not None:
+            found = None if plan.hides_output else part.stop_reason
+            entry["stop_reason"] = shown_stop_reason(found, plan.stop_token_ids)
         if self._logprobs is not None:
             entry["logprobs"] = self._logprobs.add(rows, first_text)
         if plan.token_ids:

@@ -37,6 +37,8 @@ class CompletionBody(SamplingBody, kw_only=True):
         "use_beam_search": (None, False),
         "prompt_embeds": (None,),
         "length_penalty": (None, 1, 1.0),
+        "logprob_token_ids": (None, []),
+        "truncation_side": (None, "left"),
         "add_special_tokens": (None, True),
         "spaces_between_special_tokens": (None, True),
         "logits_processors": (None,),
@@ -208,6 +210,7 @@ async def _plan(gateway: Gateway, model: ServedModel, body: CompletionBody, prom
         hides_output=body.max_tokens == 0,
         continuous_usage=body.continuous_usage,
         ids_as_tokens=bool(body.return_tokens_as_token_ids),
+        stop_token_ids=body.stop_token_ids,
     )
 
 

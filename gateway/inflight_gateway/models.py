@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -28,17 +29,32 @@ _PERMISSION = {
 }
 
 
+_ANTHROPIC = "anthropic-version"  # a header of its clients
+
+
 async def list_models(http: Request) -> Response:
     """The models that take text and are ready, each followed by its adapters."""
     models = await gateway_of(http).upstream.models()
-    body = {"object": "list", "data": [_card(*one) for one in adapter_ids(models)]}
+    cards = [_card(*one) for one in adapter_ids(models)]
+    body: dict[str, Any] = {"object": "list", "data": cards}
+    if _ANTHROPIC in http.headers:  # all of them are one page
+        ids = [card["id"] for card in cards]
+        body = {
+            "data": [_anthropic_card(card) for card in cards],
+            "has_more": False,
+            "first_id": ids[0] if ids else None,
+            "last_id": ids[-1] if ids else None,
+        }
     return Response(encode_json(body), media_type="application/json")
 
 
 async def retrieve_model(http: Request) -> Response:
     """One of them."""
     model = await gateway_of(http).upstream.find(http.path_params["model"])
-    return Response(encode_json(_card(model, model.adapter, model.id)), media_type="application/json")
+    card = _card(model, model.adapter, model.id)
+    if _ANTHROPIC in http.headers:
+        card = _anthropic_card(card)
+    return Response(encode_json(card), media_type="application/json")
 
 
 def _card(model: ServedModel, adapter: str | None, id: str) -> dict[str, Any]:
@@ -55,3 +71,18 @@ def _card(model: ServedModel, adapter: str | None, id: str) -> dict[str, Any]:
     if "max_model_len" in model.info:
         card["max_model_len"] = model.info["max_model_len"]
     return card
+
+
+def _anthropic_card(card: dict[str, Any]) -> dict[str, Any]:
+    """The same model in Anthropic's form."""
+    length = card.get("max_model_len")
+    created = datetime.datetime.fromtimestamp(card["created"], datetime.timezone.utc)
+    return {
+        "type": "model",
+        "id": card["id"],
+        "display_name": card["id"],
+        "created_at": created.isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": length,
+        "max_tokens": length,
+    }

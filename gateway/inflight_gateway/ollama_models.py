@@ -99,11 +99,13 @@ async def ollama_absent(http: Request) -> Response:
     if path.removeprefix("/api/").partition("/")[0] in _MANAGED:
         message = f"{path}: the operator of this server loads its models; /api/tags lists them"
     else:
-        message = f"{path} is not supported: this server generates text; /docs lists what it has"
+        message = f"{path} is not supported: this server generates and embeds text; /docs lists what it has"
     raise APIError(404, message, code="unsupported_endpoint")
 
 
 def _capabilities(model: ServedModel, fim_template: str) -> list[str]:
+    if not model.info.get("generates", True):
+        return ["embedding"]
     found = ["completion"]
     if "messages" in model.inputs and model.info.get("has_chat_template", True):
         found.append("tools")  # with any template

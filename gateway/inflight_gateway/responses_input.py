@@ -68,7 +68,7 @@ def chat_of_responses(body: ResponsesBody, say: Say) -> ChatBody:
 
     Args:
         body: of the request.
-        say: warns of tools that OpenAI's servers run, which are left out.
+        say: warns of tools that OpenAI's servers run, which are left out, and of what is to be included of them.
 
     Raises:
         APIError: an item, a tool or an option that is not supported; it says which.
@@ -83,7 +83,7 @@ def chat_of_responses(body: ResponsesBody, say: Say) -> ChatBody:
     include = body.include or []
     for name in include:
         if name not in _INCLUDED:
-            raise invalid(f"include: {name!r} is not supported; known are {', '.join(_INCLUDED)}", "include")
+            say(f"include: {name!r:.100} has no effect: it is of tools that are not run here, or of images")
     system = [] if body.instructions is None else [{"role": "system", "content": body.instructions}]
     effort = (body.reasoning or {}).get("effort")
     common = {name: getattr(body, name) for name in SamplingBody.__struct_fields__}

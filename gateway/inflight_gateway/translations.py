@@ -105,7 +105,11 @@ COMMON: dict[str, Translation] = {
     "keep_alive": _without_effect("keep_alive", "models stay loaded"),
     "kv_transfer_params": for_another_server,
     "num_ctx": _without_effect("num_ctx", "the length of the context is the model's"),
+    "repetition_detection": _without_effect("repetition_detection", "answers end where the model ends them"),
+    "session_id": _without_effect("session_id", "each request is one of its own"),
     "store": _without_effect("store", "nothing is stored"),
+    "stream_interval": _without_effect("stream_interval", "text is sent as it comes"),
+    "thinking_token_budget": _without_effect("thinking_token_budget", "reasoning ends where the model ends it"),
     "vllm_xargs": _without_effect("vllm_xargs", "no extension reads it"),
 }
 COMPLETIONS: dict[str, Translation] = {

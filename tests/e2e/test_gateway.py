@@ -131,6 +131,7 @@ async def test_a_stop_string_ends_the_text(client: AsyncOpenAI, direct: Client) 
     stop = text[10:14]
     answer = await client.completions.create(model="demo", prompt=PROMPT, max_tokens=30, temperature=0, stop=stop)
     assert answer.choices[0].text == text[: text.index(stop)] and answer.choices[0].finish_reason == "stop"
+    assert answer.choices[0].stop_reason == stop  # type: ignore[attr-defined]
 
 
 async def test_echo_with_log_probabilities_and_token_ids(client: AsyncOpenAI, direct: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
 import json
 from typing import Any
 
@@ -438,3 +439,27 @@ def counting(client: ScriptedClient) -> Any:
         return {"count": 7, "max_model_len": 2048, "tokens": [1] * 7}
 
     return tokenize
+
+
+async def test_models_have_anthropics_form_for_its_clients(start):
+    front = await start(lambda request: text("Hi"))
+    version = {"anthropic-version": "2023-06-01"}
+    plain = (await front.http.get("/v1/models/demo")).json()
+    assert plain["object"] == "model" and "display_name" not in plain
+    card = (await front.http.get("/v1/models/demo", headers=version)).json()
+    created = datetime.datetime.fromisoformat(card.pop("created_at").replace("Z", "+00:00"))
+    assert created.timestamp() == plain["created"]
+    assert card == {
+        "type": "model",
+        "id": "demo",
+        "display_name": "demo",
+        "lifecycle": "active",
+        "max_input_tokens": 2048,
+        "max_tokens": 2048,
+    }
+    listed = (await front.http.get("/v1/models?limit=20", headers=version)).json()
+    assert [one["id"] for one in listed.pop("data")] == ["demo"]
+    assert listed == {"has_more": False, "first_id": "demo", "last_id": "demo"}
+    nothing = await start(ScriptedClient(lambda request: text("Hi"), models=()))
+    listed = (await nothing.http.get("/v1/models", headers=version)).json()
+    assert listed == {"data": [], "has_more": False, "first_id": None, "last_id": None}

@@ -8,7 +8,7 @@ import json
 from typing import Any
 
 import pytest
-from scripted_client import ScriptedClient, text
+from scripted_client import ScriptedClient, text, vectors
 
 from inflight_client import ChoiceDelta, InvalidRequestError, Logprob, StreamChunk, UnavailableError
 
@@ -270,7 +270,7 @@ async def test_other_errors_have_ollamas_form(start):
         assert managed.status_code == 404 and "the operator of this server loads its models" in managed.json()["error"]
     deleted = await front.http.request("DELETE", "/api/delete", json={"model": "demo"}, headers=key)
     assert deleted.status_code == 404 and "operator" in deleted.json()["error"]
-    for path in ("embed", "embeddings", "nowhere", "web_search"):
+    for path in ("nowhere", "web_search"):
         absent = await front.post(f"/api/{path}", {"model": "x"}, headers=key)
         assert absent.status_code == 404 and "is not supported" in absent.json()["error"]
     assert isinstance((await front.http.get("/api/chat", headers=key)).json()["error"], str)
@@ -370,3 +370,66 @@ async def test_a_foreign_page_cannot_chat(start):
     assert refused.status_code == 415 and isinstance(refused.json()["error"], str)
     curl = {"Content-Type": "application/x-www-form-urlencoded"}
     assert (await front.http.post("/api/chat", content=json.dumps(CHAT), headers=curl)).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("given", "inputs"), [("abc", ["abc"]), (["abc", "de"], ["abc", "de"]), ("abc " * 1000, ["abc " * 1000])]
+)
+async def test_texts_are_embedded_and_cut_off_at_the_end(start, given, inputs):
+    front = await start(lambda request: vectors(request))
+    body = {"model": "demo:latest", "input": given, "dimensions": 2, "options": {"num_ctx": 1}, "keep_alive": "5m"}
+    answer = await front.post("/api/embed", body)
+    asked = {"task": "embed", "inputs": inputs, "dimensions": 2, "normalize": True, "truncate_prompt_tokens": -1}
+    assert front.client.requests[0].pooling == asked
+    found = answer.json()
+    assert list(found) == ["model", "embeddings", "total_duration", "load_duration", "prompt_eval_count"]
+    assert found["model"] == "demo:latest" and 0 <= found["load_duration"] < found["total_duration"]
+    assert found["prompt_eval_count"] == sum(map(len, inputs))
+    assert found["embeddings"] == [pytest.approx([len(one), 0.1]) for one in inputs]
+    await front.post("/api/embed", {"model": "demo", "input": given, "truncate": False})
+    assert front.client.requests[1].pooling == {"task": "embed", "inputs": inputs, "normalize": True}
+
+
+async def test_the_older_path_embeds_one_text_as_the_model_does(start):
+    front = await start(lambda request: vectors(request))
+    answer = await front.post("/api/embeddings", {"model": "demo", "prompt": "abc"})
+    assert answer.json() == {"embedding": pytest.approx([3.0, 0.1, -0.5, 1e-8])}
+    asked = {"task": "embed", "inputs": ["abc"], "normalize": False, "truncate_prompt_tokens": -1}
+    assert front.client.requests[0].pooling == asked
+
+
+async def test_nothing_to_embed_only_loads_a_model(start):
+    front = await start(lambda request: vectors(request))
+    for nothing in ({}, {"input": ""}, {"input": []}):
+        answer = await front.post("/api/embed", {"model": "demo", **nothing})
+        assert answer.json() == {"model": "demo", "embeddings": []}
+    for nothing in ({}, {"prompt": ""}):
+        assert (await front.post("/api/embeddings", {"model": "demo", **nothing})).json() == {"embedding": []}
+    assert not front.client.requests
+    unknown = await front.post("/api/embed", {"model": "x"})
+    assert unknown.status_code == 404 and "does not exist" in unknown.json()["error"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("embed", {"input": 5}, "input: a text or a list of texts is expected"),
+        ("embed", {"input": [5, 6]}, "input: a text or a list of texts is expected"),
+        ("embed", {"input": ["a", ""]}, "input[1]: "),
+        ("embed", {"input": ["a", "\x00"]}, "input[1]: a prompt of 5000 tokens"),
+        ("embed", {"input": ["a"] * 2049}, "max_inputs"),
+        ("embeddings", {"prompt": ["a"]}, "prompt: "),
+        ("embeddings", {"prompt": "\x00"}, "prompt[0]: a prompt of 5000 tokens"),
+    ],
+)
+async def test_inputs_that_cannot_be_embedded_are_refused_in_ollamas_form(start, path, body, says):
+    front = await start(lambda request: vectors(request))
+    refused = await front.post(f"/api/{path}", {"model": "demo", **body})
+    assert refused.status_code == 400 and set(refused.json()) == {"error"} and says in refused.json()["error"]
+
+
+async def test_a_model_that_only_embeds_says_so(start):
+    client = ScriptedClient(ok)
+    client.info["generates"] = False
+    front = await start(client)
+    assert (await front.post("/api/show", {"model": "demo"})).json()["capabilities"] == ["embedding"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,17 +64,29 @@ async def test_what_has_no_effect_is_said(start, path):
 ON, OFF = ({"chat_template_kwargs": dict.fromkeys(("enable_thinking", "thinking"), on)} for on in (True, False))
 
 
+def effort(name: str) -> dict[str, Any]:
+    """The variables of the template for an effort."""
+    switches = (OFF if name == "none" else ON)["chat_template_kwargs"]
+    return {"chat_template_kwargs": {"reasoning_effort": name, **switches}}
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
         ({"think": True}, ON),
         ({"think": False}, OFF),
-        ({"think": "low"}, {"chat_template_kwargs": {"reasoning_effort": "low"}}),
+        ({"think": "low"}, effort("low")),
         ({"thinking": {"type": "enabled", "budget_tokens": 100}}, ON),
         ({"thinking": {"type": "disabled"}}, OFF),
         ({"thinking": {"type": "adaptive"}}, {}),
         ({"thinking": False}, OFF),
-        ({"reasoning": {"effort": "high"}}, {"chat_template_kwargs": {"reasoning_effort": "high"}}),
+        ({"reasoning": {"effort": "high"}}, effort("high")),
+        ({"reasoning_effort": "low"}, effort("low")),
+        ({"reasoning_effort": "none"}, effort("none")),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"chat_template_kwargs": {"reasoning_effort": "low", "enable_thinking": False}},
+        ),
         ({"reasoning": {"effort": "none"}}, OFF),
         ({"reasoning": {"enabled": True, "max_tokens": 100}}, ON),
         (
@@ -270,3 +283,65 @@ async def test_hosted_tools_are_left_out(start):
         assert [tool["function"]["name"] for tool in chat_of(front)["tools"]] == ["weather"]
     only = await front.post("/v1/responses", {"input": "a", "tools": hosted})
     assert only.status_code == 200 and "tools" not in chat_of(front)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize(("found", "shown"), [("END", "END"), (5, 5), (2, None), (None, None)])
+async def test_a_choice_says_what_ended_it(start, path, stream, found, shown):
+    def answer(request: Any) -> list[StreamChunk]:
+        *chunks, last = text("Hel", "lo")
+        delta = replace(last.choices[0], stop_reason=found if request.return_stop_reason else None)
+        return [*chunks, replace(last, choices=[delta])]
+
+    front = await start(answer)
+    front.client.inputs["demo"] += ("return_stop_reason",)
+    asked = {**BODIES[path], "stream": stream}
+    if found is not None:
+        asked |= {"stop": ["END"], "stop_token_ids": [5]}
+    response = await front.post(path, asked)
+    assert response.status_code == 200
+    parts = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
+    *before, last = [json.loads(part)["choices"][0] for part in parts or [response.text]]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", shown)
+    assert not any("stop_reason" in choice for choice in before)
+    assert front.client.requests[0].return_stop_reason == (found is not None)
+
+
+async def test_a_backend_without_stop_reasons_is_not_asked_for_them(start):
+    front = await start(ok)
+    response = await front.post(CHAT, {"messages": HI, "stop": ["END"]})
+    assert response.json()["choices"][0]["stop_reason"] is None and not front.client.requests[0].return_stop_reason
+
+
+@pytest.mark.parametrize("path", sorted(ALL))
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("repetition_detection", {"max_pattern_size": 4}),
+        ("session_id", "s"),
+        ("stream_interval", 4),
+        ("thinking_token_budget", 100),
+    ],
+)
+async def test_vllms_hints_are_no_unknown_keys(start, path, key, value):
+    front = await start(ok, strict=True)
+    response = await front.post(path, {**ALL[path], key: value})
+    assert response.status_code == 200 and response.headers["x-inflight-warning"].startswith(f"{key} has no effect: ")
+
+
+@pytest.mark.parametrize("path", sorted(BODIES))
+@pytest.mark.parametrize(
+    ("key", "default", "other"),
+    [
+        ("logprob_token_ids", [], [5]),
+        ("spaces_between_special_tokens", True, False),
+        ("truncation_side", "left", "right"),
+    ],
+)
+async def test_what_would_change_the_answer_is_refused(start, path, key, default, other):
+    front = await start(ok, strict=True)
+    response = await front.post(path, {**BODIES[path], key: default})
+    assert response.status_code == 200 and "x-inflight-warning" not in response.headers
+    error = (await front.post(path, {**BODIES[path], key: other})).json()["error"]
+    assert (error["param"], error["code"]) == (key, "unsupported_parameter")

@@ -162,7 +162,7 @@ async def test_what_is_wrong_is_named(start):
         ({"truncation": "some"}, "truncation: 'auto' or 'disabled'"),
         ({"n": 2}, "n: 2 came; a response has one answer"),
         ({"max_tokens": 2}, "max_output_tokens"),
-        ({"include": ["file_search_call.results"]}, "include: 'file_search_call.results' is not supported"),
+        ({"include": "file_search_call.results"}, "include: "),
         ({"input": []}, "input: a text or a list"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: items of type 'item_reference'"),
         (
@@ -189,3 +189,14 @@ async def test_allowed_tools(start):
     assert len(request.chat["tools"]) == 2
     constraint = request.sampling["structured_outputs"]["structural_tag"]
     assert "weather" in constraint and "now" not in constraint
+
+
+async def test_what_cannot_be_included_is_warned_of(start):
+    front = await start(lambda request: text("Hi"))
+    included = ["web_search_call.action.sources", "message.output_text.logprobs", "reasoning.encrypted_content"]
+    response = await front.post("/v1/responses", {"input": "Hi", "include": included})
+    assert response.status_code == 200 and front.client.requests[0].sampling["logprobs"] == 0
+    warning = response.headers["x-inflight-warning"]
+    assert warning == (
+        "include: 'web_search_call.action.sources' has no effect: it is of tools that are not run here, or of images"
+    )

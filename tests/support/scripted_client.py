@@ -51,7 +51,8 @@ def vectors(request: GenerationRequest, size: int = 4) -> list[Pooled | Exceptio
         text = "".join(one) if pooling["task"] == "score" else one
         if "\x00" in text:
             return [InvalidRequestError(f"inputs[{i}]: a prompt of 5000 tokens: it must be 1 to 2048 long")]
-        counts.append(min(len(text), pooling.get("truncate_prompt_tokens") or len(text)))
+        limit = pooling.get("truncate_prompt_tokens") or -1
+        counts.append(len(text) if limit == -1 else min(len(text), limit))
         if pooling["task"] == "embed":
             rows.append([float(len(text)), 0.1, -0.5, 1e-8, *[0.25] * (size - 4)][: pooling.get("dimensions") or size])
         elif pooling["task"] == "score":

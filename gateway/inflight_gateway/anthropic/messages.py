@@ -25,7 +25,6 @@ __all__ = ["messages"]
 
 _PING = named_event("ping", {"type": "ping"})
 _FRAMING = Framing(SSE.media_type, _PING)
-_STOP_REASONS = "return_stop_reason"  # an input that other backends do not have
 
 
 async def messages(http: Request) -> Response:
@@ -37,8 +36,6 @@ async def messages(http: Request) -> Response:
     plan = await plan_chat(gateway, http, model, chat)
     request_id: str = http.scope["request_id"]
     request = {**plan.arguments, "request_id": request_id}
-    if body.stop_sequences and _STOP_REASONS in model.inputs:
-        request[_STOP_REASONS] = True
     head = {"id": f"msg_{request_id}", "type": "message", "role": "assistant", "model": model.id}
     answer = _Answer(head, plan)
     response: Response

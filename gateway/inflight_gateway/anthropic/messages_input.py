@@ -49,9 +49,11 @@ def chat_of_count(body: CountTokensBody, say: Say) -> ChatBody:
 def _chat(body: CountTokensBody, say: Say, **options: Any) -> ChatBody:
     # Without `thinking`, Claude does not think.
     switches = dict.fromkeys(THINKING_SWITCHES, False) if body.include_reasoning is None else {}
-    template = switches | (body.chat_template_kwargs or {})
-    shown = any(template.get(name) for name in switches) if body.include_reasoning is None else body.include_reasoning
     output = body.output_config
+    # The effort only tells the template how much: `thinking` is the switch.
+    effort = {} if output is None or output.effort is None else {"reasoning_effort": output.effort}
+    template = {**effort, **switches, **(body.chat_template_kwargs or {})}
+    shown = any(template.get(name) for name in switches) if body.include_reasoning is None else body.include_reasoning
     choice = {} if body.tool_choice is None else body.tool_choice
     messages = _messages(body)
     # Claude continues a last message of its own.
@@ -65,7 +67,6 @@ def _chat(body: CountTokensBody, say: Say, **options: Any) -> ChatBody:
         tool_choice=_tool_choice(choice),
         parallel_tool_calls=not (isinstance(choice, Mapping) and choice.get("disable_parallel_tool_use") is True),
         response_format=None if output is None else output.format,
-        reasoning_effort=None if output is None else output.effort,
         include_reasoning=shown,
         chat_template_kwargs=template or None,
         continue_final_message=continued or None,

@@ -6,7 +6,23 @@ from typing import Any
 
 import ollama
 import pytest
-from asked import ASK_PERSON, ASK_WEATHER, CAPITAL, CHAT, KEY, MODEL, RAIN, ROOT, SECONDS, WEATHER, Person
+from asked import (
+    ASK_PERSON,
+    ASK_WEATHER,
+    BEST,
+    CAPITAL,
+    CHAT,
+    DOCUMENTS,
+    KEY,
+    MODEL,
+    QUERY,
+    RAIN,
+    ROOT,
+    SECONDS,
+    SIZE,
+    WEATHER,
+    Person,
+)
 
 PARIS = "The capital of France is Paris."
 GREEDY = {"temperature": 0, "num_predict": 24}
@@ -106,3 +122,18 @@ class TestAsync:
         assert (await client.chat(MODEL, CHAT, options=GREEDY)).message.content == PARIS
         parts = await client.chat(MODEL, CHAT, stream=True, options=GREEDY)
         assert "".join([part.message.content or "" async for part in parts]) == PARIS
+
+
+class TestEmbeddings:
+    def test_a_list_and_a_text(self, client: ollama.Client) -> None:
+        answer = client.embed(MODEL, DOCUMENTS)
+        assert [len(vector) for vector in answer.embeddings] == [SIZE] * 3 and answer.prompt_eval_count
+        assert sum(x * x for x in answer.embeddings[BEST]) == pytest.approx(1.0, abs=1e-5)
+        assert client.embed(MODEL, QUERY).embeddings[0] == pytest.approx(answer.embeddings[BEST], abs=1e-5)
+        assert len(client.embeddings(MODEL, QUERY).embedding) == SIZE
+
+    def test_a_long_text_is_cut_off_unless_it_must_not_be(self, client: ollama.Client) -> None:
+        longer = "rain " * 6000
+        assert client.embed(MODEL, longer).prompt_eval_count == 4096
+        with pytest.raises(ollama.ResponseError, match="input"):
+            client.embed(MODEL, longer, truncate=False)
