@@ -450,3 +450,10 @@ app({arguments!r})
     else:
         assert (found.returncode, found.stderr.count("\n")) == (1, 1)
         assert f"pip install 'triton-inflight[{extra}]'" in found.stderr
+
+
+def test_the_list_of_commands_says_what_each_does_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in ([], ["adapters"]):
+        lines = CliRunner().invoke(cli.app, [*arguments, "--help"]).output.split("Commands:")[1].splitlines()
+        assert [line for line in lines if line.endswith("...")] == [], "cut off"
