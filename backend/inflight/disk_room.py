@@ -1,4 +1,4 @@
-"""What is copied or kept leaves room on the disk for others."""
+"""Room on the disk that copies and kept files leave for others."""
 
 from __future__ import annotations
 
