@@ -1,6 +1,7 @@
 """Inflight: continuous batching for Hugging Face language models on NVIDIA Triton.
 
-`LLM`, `AsyncLLM`, `SamplingParams` and `grammar` are the in-process API; importing the package alone loads no torch.
+`LLM`, `AsyncLLM`, `SamplingParams` and `grammar` are the in-process API, `ConfigError`, `LoadError`, `RequestError` and
+`ChatTemplateError` what it raises; importing the package alone loads no torch.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from inflight.config import ConfigError
+    from inflight.frontend.chat.chat_messages import ChatTemplateError
+    from inflight.frontend.errors import RequestError
     from inflight.frontend.request.structured_outputs import grammar
     from inflight.in_process.async_llm import AsyncLLM
     from inflight.in_process.llm import LLM
@@ -21,16 +25,21 @@ if TYPE_CHECKING:
         RerankResult,
         ScoringRequestOutput,
     )
+    from inflight.loading.load_errors import LoadError
 
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "ChatTemplateError",
     "ClassificationRequestOutput",
     "CompletionOutput",
+    "ConfigError",
     "EmbeddingRequestOutput",
     "LoRARequest",
+    "LoadError",
     "Logprob",
     "PoolingParams",
+    "RequestError",
     "RequestOutput",
     "RequestOutputKind",
     "RerankResult",
@@ -44,13 +53,17 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AsyncLLM": "inflight.in_process.async_llm",
+    "ChatTemplateError": "inflight.frontend.chat.chat_messages",
     "ClassificationRequestOutput": "inflight.in_process.pooling_outputs",
     "CompletionOutput": "inflight.in_process.outputs",
+    "ConfigError": "inflight.config",
     "EmbeddingRequestOutput": "inflight.in_process.pooling_outputs",
     "LLM": "inflight.in_process.llm",
     "LoRARequest": "inflight.in_process.lora",
+    "LoadError": "inflight.loading.load_errors",
     "Logprob": "inflight.in_process.outputs",
     "PoolingParams": "inflight.in_process.pooling_outputs",
+    "RequestError": "inflight.frontend.errors",
     "RequestOutput": "inflight.in_process.outputs",
     "RequestOutputKind": "inflight.in_process.outputs",
     "RerankResult": "inflight.in_process.pooling_outputs",

@@ -1,16 +1,19 @@
 """Tells people and programs that wait for an engine what it does until it is ready.
 
 The engine process prints a line for each phase to stderr, which is the server's log; `inflight serve` shows the latest.
-In another process the lines are messages of the logger `inflight.load_phases`.
+In another process the lines are messages of the logger `inflight.load_phases`, and a terminal shows the latest.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["enter_phase", "print_phases"]
+__all__ = ["enter_phase", "print_phases", "show_phases"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,6 +28,46 @@ def print_phases(model: str) -> None:
     name = Path(model).name.replace("%", "%%")
     _print(_log, logging.INFO, f"inflight: loading {name}: %(message)s")
     _print(logging.getLogger(__package__), logging.WARNING, "inflight: warning: %(message)s")
+
+
+@contextlib.contextmanager
+def show_phases(model: str) -> Iterator[None]:
+    """Show the present phase of loading `model` in a line of the terminal that standard error is, until the block ends.
+
+    Nothing is shown elsewhere, or where the program handles these messages itself.
+    """
+    stream = sys.stderr
+    if stream is None or not stream.isatty() or _log.isEnabledFor(logging.INFO):
+        yield
+        return
+    handler, level, propagate = _TerminalLine(model), _log.level, _log.propagate
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    try:
+        handler.show("starting")
+        yield
+    finally:
+        _log.removeHandler(handler)
+        _log.setLevel(level)
+        _log.propagate = propagate
+        handler.show(None)
+
+
+class _TerminalLine(logging.Handler):
+    """The cursor stays at the beginning of the line, so that what others print replaces it."""
+
+    def __init__(self, model: str) -> None:
+        super().__init__()
+        self._name = Path(model).name
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.show(record.getMessage())
+
+    def show(self, phase: str | None) -> None:
+        line = "" if phase is None else f"loading {self._name}: {phase}"
+        sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
+        sys.stderr.flush()
 
 
 def _print(log: logging.Logger, level: int, form: str) -> None:

@@ -23,7 +23,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -75,6 +75,7 @@ class Engine:
     core: EngineCore
     trace: StepTrace | None
     kv_events: KVEvents | None = None
+    ready_since: float = field(default_factory=time.monotonic)
 
 
 def _dump_trace(engine: Engine, question: DumpTrace) -> bytes:
@@ -93,7 +94,7 @@ def _load_adapter(engine: Engine, question: LoadAdapter) -> Future[dict[str, Any
 # explains what is wrong with the question.
 _HANDLERS: dict[type, Callable[[Engine, Any], Any]] = {
     DumpTrace: _dump_trace,
-    GetStats: lambda engine, question: engine_stats(engine.core),
+    GetStats: lambda engine, question: engine_stats(engine.core, engine.ready_since),
 }
 # The same for questions that steps need not wait for: what they return is done in another thread.
 _LATE_HANDLERS: dict[type, Callable[[Engine, Any], Future[Any]]] = {LoadAdapter: _load_adapter}

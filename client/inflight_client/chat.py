@@ -50,7 +50,7 @@ def chat(
     stop: Stop = None,
     timeout: Timeout = None,
 ) -> None:
-    """Chat with a model of a running server; text on standard input is one message, and its answer the output.
+    """Chat with a model of a running server.  Text on standard input is one message, and its answer the output.
 
     /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C stops an answer.
 

@@ -44,7 +44,7 @@ def embed(
         bool, typer.Option("--json", help="Print each text with its vector and number of tokens as a JSON object.")
     ] = False,
 ) -> None:
-    """Print the vectors of texts, one a line, in the order of the texts.
+    """Print the vectors of texts, one a line.  They have the order of the texts.
 
     Examples: `inflight embed "a cat" "a dog"`, `inflight embed --file texts.txt --json`.
     """
@@ -83,7 +83,7 @@ def rerank(
         bool, typer.Option("--json", help="Print each document with its place and score as a JSON object.")
     ] = False,
 ) -> None:
-    """Print documents in the order in which they fit a query, each behind its score.
+    """Print documents, the best match of a query first.  Each has its score before it.
 
     Examples: `inflight rerank "How large is a cat?" "It rains." "A cat weighs 4 kg."`, `cat lines.txt | inflight rerank
     "cats" - --top-n 3`.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from supervisor_rig import wait_for
 from worker_rig import COMMAND, ENV, Worker
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
+from inflight.engine.messages import AddRequest, Answer, Ask, EngineReady, GetStats, StepMessage, encode
 from inflight.engine.sampling_params import SamplingParams
 from inflight.frontend.engine_client.engine_launcher import EngineLauncher
 from inflight.frontend.engine_client.engine_process import EngineProcess
@@ -91,9 +92,14 @@ def test_engines_share_the_mapped_weights_of_their_spare_and_compare_nothing_aga
         assert maps(place.spare.pid, place.file)
         assert "comparing the logits" not in capfd.readouterr().err
         place.file.unlink()
+        forked = time.monotonic()
         again = place.engine()
         engines.append(again)
         assert generated(again) == expected, "a dropped file stays mapped"
+        again.send(Ask(1, GetStats()))
+        answer = again.receive()
+        assert isinstance(answer, Answer)
+        assert answer.value["uptime_seconds"] < time.monotonic() - forked, "the time as a spare is no uptime"
         assert not place.file.exists(), "nothing was loaded in full"
     finally:
         for engine in engines:

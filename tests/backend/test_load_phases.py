@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,3 +49,49 @@ def test_the_engine_process_prints_them_once_each(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == (
         "inflight: loading 100%s real: reading the weights\ninflight: warning: no compiler\n"
     )
+
+
+class Stream(io.StringIO):
+    """Standard error: a terminal, or not."""
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, terminal: bool = True, columns: int = 80) -> str:
+    stream = Stream(terminal)
+    monkeypatch.setattr("sys.stderr", stream)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with load_phases.show_phases("/models/demo"):
+        load_phases.enter_phase("reading the weights")
+    load_phases.enter_phase("after the load")
+    return stream.getvalue()
+
+
+def test_a_terminal_shows_the_present_phase_in_one_line_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = logging.getLogger("inflight.load_phases")
+    state = (before.level, before.propagate, list(before.handlers))
+    lines = ["loading demo: starting", "loading demo: reading the weights", ""]
+    assert shown(monkeypatch) == "".join(f"\r\x1b[K{line}\r" for line in lines)
+    assert (before.level, before.propagate, list(before.handlers)) == state
+
+
+def test_a_narrow_terminal_gets_no_second_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = shown(monkeypatch, columns=20).replace("\x1b[K", "").split("\r")
+    assert max(len(piece) for piece in pieces) == 19
+
+
+def test_a_file_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert shown(monkeypatch, terminal=False) == ""
+
+
+def test_a_program_that_takes_the_messages_gets_them_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="inflight.load_phases"):
+        assert shown(monkeypatch) == ""
+    assert caplog.messages == ["reading the weights", "after the load"]

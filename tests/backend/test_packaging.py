@@ -45,6 +45,13 @@ def test_the_image_installs_what_backend_and_gateway_need() -> None:
     assert '"numpy<2"' in text
 
 
+def test_the_image_for_cpus_has_what_every_option_needs() -> None:
+    """Extras that are for users of the image; the others are for checkouts."""
+    (named,) = re.findall(r"\.whl\)\[([^]]+)\]", (ROOT / "Dockerfile.cpu").read_text())
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(named.split(",")) == extras.keys() - {"loadtest", "bench", "browser", "test", "docs"}
+
+
 def test_no_message_names_the_distribution_of_someone_else() -> None:
     """PyPI's `inflight` is another project; this one is `triton-inflight`, and its packages keep their names."""
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"] == "triton-inflight"

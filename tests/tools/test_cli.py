@@ -413,3 +413,47 @@ def test_the_gateway_command_checks_its_options(monkeypatch: pytest.MonkeyPatch,
     assert (server.port, server.workers, options.cors_origins) == (9001, 3, ("*",))
     for wrong in (["--ssl-keyfile", str(tmp_path)], ["--api-key", "a b"], ["--api-key-file", str(tmp_path / "no")]):
         assert CliRunner().invoke(cli.app, [*arguments, *wrong]).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "extra"),
+    [
+        (["weights"], None),
+        (["simulate", "--profile", "demo-cpu", "--requests", "3"], None),
+        (["quantize", "m", "-o", "q"], "backend"),
+        (["serve", "m"], "server"),
+        (["gateway"], "gateway"),
+    ],
+)
+def test_without_extras_a_command_runs_or_names_the_extra_that_it_needs(
+    arguments: list[str], extra: str | None, tmp_path: Path
+) -> None:
+    """`pip install triton-inflight` alone has none of the packages below."""
+    absent = "torch transformers tokenizers safetensors huggingface_hub jinja2 llguidance ahocorasick_rs regex"
+    absent += " pytriton psutil starlette uvicorn httptools uvloop prometheus_client uhashring orjson zmq redis"
+    program = f"""
+import sys
+sys.modules.update(dict.fromkeys({absent.split()!r}))
+from inflight_tools.cli import app
+app({arguments!r})
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=tmp_path,
+        env={**os.environ, "INFLIGHT_CACHE": str(tmp_path / "kept")},
+        capture_output=True,
+        text=True,
+    )
+    assert "Traceback" not in found.stderr, found.stderr
+    if extra is None:
+        assert (found.returncode, found.stderr) == (0, "")
+    else:
+        assert (found.returncode, found.stderr.count("\n")) == (1, 1)
+        assert f"pip install 'triton-inflight[{extra}]'" in found.stderr
+
+
+def test_the_list_of_commands_says_what_each_does_in_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for arguments in ([], ["adapters"]):
+        lines = CliRunner().invoke(cli.app, [*arguments, "--help"]).output.split("Commands:")[1].splitlines()
+        assert [line for line in lines if line.endswith("...")] == [], "cut off"

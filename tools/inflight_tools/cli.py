@@ -176,10 +176,11 @@ def serve(
         typer.Option(metavar="NAME=FOLDER", help="LoRA adapter to serve; repeatable, or --lora-modules as in vllm."),
     ] = None,
 ) -> None:
-    """Serve a checkpoint, or a model repository, until Ctrl-C: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`.
+    """Serve a checkpoint or a model repository until Ctrl-C.
 
-    Examples: `inflight serve ./checkpoint --dtype bfloat16 --max-model-len 8192`, `inflight serve --model-repository
-    models --no-openai`. Then, in another terminal: `inflight chat`.
+    Examples: `inflight serve Qwen/Qwen2.5-0.5B-Instruct`, `inflight serve ./checkpoint --dtype bfloat16
+    --max-model-len 8192`, `inflight serve --model-repository models --no-openai`. Then, in another terminal: `inflight
+    chat`.
 
     Each key of model.json is also a flag, as in `vllm serve`: --kv-cache-dtype fp8, --no-enable-prefix-caching.
 

@@ -167,7 +167,7 @@ def gateway(
         ),
     ] = None,
 ) -> None:
-    """Serve OpenAI's API in front of one Triton, of several that serve the same models, or of several for each model.
+    """Serve OpenAI's API in front of one Triton or several.  These serve the same models, or each model has its own.
 
     Examples: `inflight gateway --triton 127.0.0.1:8001`, `inflight gateway --triton a:8001 --triton b:8001 --routing
     prefix --host 0.0.0.0 --api-key-file keys`.

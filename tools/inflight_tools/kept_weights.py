@@ -31,7 +31,7 @@ def weights(
     keys: Annotated[list[str] | None, typer.Argument(help="Beginnings of names, as listed; none: all files.")] = None,
     all_: Annotated[bool, typer.Option("--all", help="With drop: all files.")] = False,
 ) -> None:
-    """List, verify or drop the weights that engines of this user have kept for their next start.
+    """List, verify or drop weights that engines have kept.  Engines of this user keep them for their next start.
 
     The folder is $INFLIGHT_CACHE, else ~/.cache/inflight.  An engine that has mapped a dropped file goes on.
 

@@ -61,7 +61,7 @@ def drain(
 
 
 def models(url: Url = "127.0.0.1:8001", json_: Json = False, admin_key: AdminKey = None) -> None:
-    """List the models of a server: name, version, state, and why one is not ready.
+    """List the models of a server and their states.  If one is not ready, the list says why.
 
     Examples: `inflight models`, `inflight models --json | jq -r '.[].name'`.
     """

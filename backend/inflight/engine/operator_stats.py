@@ -15,15 +15,18 @@ from inflight.engine.step import SchedulerOutput
 __all__ = ["engine_stats"]
 
 _MAX_TENANTS = 100  # names that clients make up must not make the answer large
-_STARTED = time.monotonic()
 
 
-def engine_stats(core: EngineCore) -> dict[str, Any]:
+def engine_stats(core: EngineCore, since: float) -> dict[str, Any]:
     """The answer to `GetStats`.
+
+    Args:
+        core: the engine.
+        since: when it was ready, on the monotonic clock.
 
     Returns:
         pid: of the engine process.
-        uptime_seconds: since it was started.
+        uptime_seconds: since it was ready; its process may have waited as a spare before.
         async_scheduling, max_num_batched_tokens: what the defaults became on this device.
         load: the present `StepStats` by field; the fields of a step are 0.
         tenants: with fair queueing, `running` and `waiting` sequences by account, the busiest 100; else None.
@@ -32,7 +35,7 @@ def engine_stats(core: EngineCore) -> dict[str, Any]:
     stats = core.stats(SchedulerOutput(), 0.0)
     answer = {
         "pid": os.getpid(),
-        "uptime_seconds": time.monotonic() - _STARTED,
+        "uptime_seconds": time.monotonic() - since,
         "async_scheduling": core.config.launches_ahead,
         "max_num_batched_tokens": core.config.step_tokens,
         "load": msgspec.structs.asdict(stats),

@@ -43,6 +43,7 @@ from inflight.in_process.outputs import CompletionOutput, RequestOutput, named_l
 from inflight.in_process.params import SamplingParams, engine_params
 from inflight.in_process.pooled_calls import OpenVector
 from inflight.in_process.turns import InterruptLater, TurnLock
+from inflight.load_phases import show_phases
 from inflight.loading.startup import wait_until_kept
 from inflight.runner.pipeline import make_runner, placed
 
@@ -140,7 +141,8 @@ class LocalEngine:
             **{"max_tokens": self.config.default_max_tokens, **generation_defaults(self.config)}
         )
         expect_kv_events(self.config)
-        self._runner = make_runner(self.config)
+        with show_phases(self.config.model):
+            self._runner = make_runner(self.config)
         self._kv_events: KVEvents | None = None
         try:
             self._kv_events = make_kv_events(self.config)

@@ -19,10 +19,10 @@ def test_the_answer_is_the_present_state_and_can_be_sent() -> None:
     core = make_core(Info(), max_num_seqs=2)
     for k in range(3):
         add(core, k)
-    before = engine_stats(core)
+    before = engine_stats(core, 0.0)
     assert (before["load"]["running"], before["load"]["waiting"]) == (0, 3)
     core.step()
-    found = engine_stats(core)
+    found = engine_stats(core, 0.0)
     assert (found["load"]["running"], found["load"]["waiting"]) == (2, 1)
     assert found["load"]["blocks_used"] == core.pool.num_used > 0
     assert found["tenants"] is None and found["num_tenants"] is None
@@ -36,7 +36,7 @@ def test_tenants_are_counted_separately_and_their_number_is_bounded() -> None:
     for k in range(1, 151):
         add(core, k, f"t{k}")
     core.step()
-    found = engine_stats(core)
+    found = engine_stats(core, 0.0)
     assert found["num_tenants"] == 151 and len(found["tenants"]) == 100
     assert sum(found["tenants"]["big"].values()) == 3, "the busiest come first"
     assert all(min(counts.values()) >= 0 for counts in found["tenants"].values())

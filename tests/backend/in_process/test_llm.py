@@ -14,6 +14,7 @@ import torch
 from nightly import nightly_but
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import inflight
 from inflight import LLM, SamplingParams
 from inflight.engine.deltas import RequestFailed, SequenceDelta, StepStats
 from inflight.engine.integrity import check_core
@@ -229,3 +230,8 @@ def test_sampling_params_need_no_extra():
 def test_another_failure_of_an_import_is_not_taken_for_a_missing_extra():
     done = subprocess.run([sys.executable, "-c", IMPORT.format(missing="msgspec", name="LLM")], capture_output=True)
     assert b"ModuleNotFoundError: import of msgspec halted" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ChatTemplateError", "ConfigError", "LoadError", "RequestError"])
+def test_what_is_raised_can_be_caught_by_a_public_name(name):
+    assert name in inflight.__all__ and issubclass(getattr(inflight, name), Exception)

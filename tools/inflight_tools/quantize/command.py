@@ -39,7 +39,7 @@ def quantize(
     text: Annotated[Path | None, typer.Option(help="Take the texts from this file instead.")] = None,
     json_: Annotated[bool, typer.Option("--json", help="Print the result as JSON, and no progress.")] = False,
 ) -> None:
-    """Write a checkpoint in four bits, by GPTQ on text that the model itself writes: no data are needed.
+    """Write a checkpoint in four bits, by GPTQ.  The model itself writes the text for it: no data are needed.
 
     The result is in compressed-tensors' format `pack-quantized`, which transformers and other servers read, too.
 

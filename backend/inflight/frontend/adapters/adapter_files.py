@@ -26,13 +26,13 @@ from pathlib import Path
 import msgspec
 
 from inflight.adapters.spec import CONFIG, WEIGHTS, AdapterError
+from inflight.disk_room import lacks_room
 from inflight.engine.adapter import AdapterRef
 
 __all__ = ["AdapterFiles", "KeptAdapter", "files_folder"]
 
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # a pipe is not waited for
 _CHUNK = 1 << 26
-_FREE_SHARE = 20  # 1 / 20 of the file system stays free
 _LOCK = "lock"
 
 Describe = Callable[[Path, str], AdapterRef]
@@ -123,12 +123,8 @@ class AdapterFiles:
 
     def _copy_file(self, descriptor: int, target: Path) -> None:
         size = os.fstat(descriptor).st_size
-        disk = os.statvfs(self.folder)
-        if disk.f_bavail * disk.f_frsize - size < disk.f_blocks * disk.f_frsize // _FREE_SHARE:
-            raise AdapterError(
-                f"its copy of {size} bytes would leave less than {100 // _FREE_SHARE}% of the disk at {self.folder} "
-                "free; free some, or set INFLIGHT_CACHE to a folder on another disk"
-            )
+        if (why := lacks_room(self.folder, size)) is not None:
+            raise AdapterError(f"its copy of {why}; free some, or set INFLIGHT_CACHE to a folder on another disk")
         out = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             left = size

@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from inflight.config import ConfigError, parse_bytes
+from inflight.disk_room import lacks_room
 from inflight.loading.load_errors import CannotKeep
 
 __all__ = ["CacheFolder", "cache_folder"]
 
 _DEFAULT_SIZE = "20GiB"
-_FREE_SHARE = 20  # 1 / 20 of the file system stays free
 _NOTE_BYTES = 4096
 _FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe that someone has put there is not waited for
 
@@ -188,10 +188,8 @@ class CacheFolder:
                 break
             sizes.pop(0)
             self.drop(path.name)
-        disk = os.statvfs(self.path)
-        left = disk.f_bavail * disk.f_frsize - size
-        if left < disk.f_blocks * disk.f_frsize // _FREE_SHARE:
-            raise CannotKeep(f"{size} bytes would leave less than {100 // _FREE_SHARE}% of the disk free")
+        if (why := lacks_room(self.path, size)) is not None:
+            raise CannotKeep(why)
 
     def _sync(self) -> None:
         descriptor = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
