@@ -170,6 +170,47 @@ async def test_answers_of_every_kind_equal_those_of_one_server(
 
 
 @nightly
+async def test_another_secret_and_another_checkpoint_are_a_miss(
+    decoding: TritonServer, prefill: TritonServer, link: PeerLink, secrets: list[str], http: httpx.AsyncClient
+) -> None:
+    """Each of them changes on the server that computes the prompt, and then everything is as before.
+
+    It comes before the tests that stop engines and kill gateways: Triton can keep an unloaded model, and its engine the
+    port, for ever if streams of it were cancelled then (docs/operations/drain-and-reload.md).
+    """
+    more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
+
+    async def reload(**options: Any) -> float:
+        write_entry(prefill.repositories[-1], MODEL, **giver(link, secrets, **options))
+        load(prefill, MODEL)
+        await until(lambda: len(stubs(prefill, MODEL)) == 1)  # the engine before it has the port
+        return hits(decoding)
+
+    with front([decoding], *more) as both:
+        before = await reload(kv_store_secret_file=secrets[1])
+        seed = 6000
+        while "a reader has another kv_store_secret_file" not in prefill.log_text():
+            await same(http, both, decoding, seed := seed + 1)
+        assert outcomes(both, "handed_over") and hits(decoding) == before
+        before = await reload(model=str(another_checkpoint(prefill.repositories[-1])))
+        await send_until(http, both, "mismatch", 610_000)
+        for seed in range(6100, 6103):
+            await same(http, both, decoding, seed)
+            assert said(prefill, seed) != said(decoding, seed), "it has other weights"
+        while "has other KV, and is not read" not in decoding.log_text():
+            seed += 1
+            for server in (prefill, decoding):  # without a gateway, so that a rest asks for what the other one has
+                with Client(server.grpc_address, model=MODEL) as client:
+                    rest = {"input_ids": conversation(seed, LENGTH), "resume_token_ids": [7], "seed": 1}
+                    found = client.generate(**rest, temperature=0.0, **SHORT)
+                    alone = client.generate(**rest, temperature=0.0, cache_salt="alone", **SHORT)
+                    assert found.token_ids == alone.token_ids
+        assert hits(decoding) == before
+        await reload()
+        await send_until(http, both, "handed_over", 620_000)
+
+
+@nightly
 @pytest.mark.parametrize("num_bytes", [0, 100_000, 700_000], ids=["before the read", "in it", "behind an extent"])
 @pytest.mark.parametrize("what", ["killed", "stopped", "damaged"])
 async def test_a_read_that_breaks_changes_no_answer(
@@ -204,47 +245,6 @@ async def test_a_read_that_breaks_changes_no_answer(
             await until(lambda: count(decoding, "inflight_kv_tier_errors_total") > errors)
         await send_until(http, both, "handed_over", 100 * first)
     await nothing_is_left(decoding, prefill)
-
-
-@nightly
-async def test_another_secret_and_another_checkpoint_are_a_miss(
-    decoding: TritonServer, prefill: TritonServer, link: PeerLink, secrets: list[str], http: httpx.AsyncClient
-) -> None:
-    """Each of them changes on the server that computes the prompt, and then everything is as before.
-
-    It comes before the tests that kill gateways: Triton can keep an unloaded model, and its engine the port, for ever
-    if a stream of it was cut off (docs/operations/drain-and-reload.md).
-    """
-    more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
-
-    async def reload(**options: Any) -> float:
-        write_entry(prefill.repositories[-1], MODEL, **giver(link, secrets, **options))
-        load(prefill, MODEL)
-        await until(lambda: len(stubs(prefill, MODEL)) == 1)  # the engine before it has the port
-        return hits(decoding)
-
-    with front([decoding], *more) as both:
-        before = await reload(kv_store_secret_file=secrets[1])
-        seed = 6000
-        while "a reader has another kv_store_secret_file" not in prefill.log_text():
-            await same(http, both, decoding, seed := seed + 1)
-        assert outcomes(both, "handed_over") and hits(decoding) == before
-        before = await reload(model=str(another_checkpoint(prefill.repositories[-1])))
-        await send_until(http, both, "mismatch", 610_000)
-        for seed in range(6100, 6103):
-            await same(http, both, decoding, seed)
-            assert said(prefill, seed) != said(decoding, seed), "it has other weights"
-        while "has other KV, and is not read" not in decoding.log_text():
-            seed += 1
-            for server in (prefill, decoding):  # without a gateway, so that a rest asks for what the other one has
-                with Client(server.grpc_address, model=MODEL) as client:
-                    rest = {"input_ids": conversation(seed, LENGTH), "resume_token_ids": [7], "seed": 1}
-                    found = client.generate(**rest, temperature=0.0, **SHORT)
-                    alone = client.generate(**rest, temperature=0.0, cache_salt="alone", **SHORT)
-                    assert found.token_ids == alone.token_ids
-        assert hits(decoding) == before
-        await reload()
-        await send_until(http, both, "handed_over", 620_000)
 
 
 @nightly
