@@ -23,8 +23,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from inflight.byte_sizes import format_bytes
 from inflight.config import EngineConfig
-from inflight.device.memory import available_memory, format_bytes
+from inflight.device.memory import available_memory
 from inflight.grammars.demand import are_grammars_used
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
