@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from inflight.byte_sizes import format_bytes
+
 __all__ = ["lacks_room"]
 
 _FREE_SHARE = 20  # 1 / 20 of a file system stays free
@@ -17,4 +19,4 @@ def lacks_room(folder: Path, size: int) -> str | None:
     free = min(disk.f_blocks * disk.f_frsize // _FREE_SHARE, _FREE_BYTES)
     if disk.f_bavail * disk.f_frsize - size >= free:
         return None
-    return f"{size / 2**20:.1f} MiB would leave less than {free / 2**30:.1f} GiB of the disk at {folder} free"
+    return f"{format_bytes(size)} would leave less than {format_bytes(free)} of the disk at {folder} free"

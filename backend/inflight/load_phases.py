@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 __all__ = ["enter_phase", "print_phases", "show_phases"]
 
@@ -34,13 +36,14 @@ def print_phases(model: str) -> None:
 def show_phases(model: str) -> Iterator[None]:
     """Show the present phase of loading `model` in a line of the terminal that standard error is, until the block ends.
 
-    Nothing is shown elsewhere, or where the program handles these messages itself.
+    Nothing is shown elsewhere, or where the program handles these messages itself, or has rich show something, which
+    would make a permanent line of each write.
     """
     stream = sys.stderr
-    if stream is None or not stream.isatty() or _log.isEnabledFor(logging.INFO):
+    if not _takes_a_line(stream) or _log.isEnabledFor(logging.INFO):
         yield
         return
-    handler, level, propagate = _TerminalLine(model), _log.level, _log.propagate
+    handler, level, propagate = _TerminalLine(stream, model), _log.level, _log.propagate
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     _log.propagate = False
@@ -54,20 +57,34 @@ def show_phases(model: str) -> Iterator[None]:
         handler.show(None)
 
 
-class _TerminalLine(logging.Handler):
-    """The cursor stays at the beginning of the line, so that what others print replaces it."""
+def _takes_a_line(stream: TextIO | None) -> bool:
+    if stream is None or hasattr(stream, "rich_proxied_file") or os.environ.get("TERM", "dumb") == "dumb":
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # closed
+        return False
 
-    def __init__(self, model: str) -> None:
+
+class _TerminalLine(logging.Handler):
+    """The cursor stays at the beginning of the line, so that what others print is written over it."""
+
+    def __init__(self, stream: TextIO, model: str) -> None:
         super().__init__()
+        self._stream = stream
         self._name = Path(model).name
 
     def emit(self, record: logging.LogRecord) -> None:
         self.show(record.getMessage())
 
     def show(self, phase: str | None) -> None:
+        from rich.cells import cell_len, set_cell_size  # what only prints to a log does without it
+
         line = "" if phase is None else f"loading {self._name}: {phase}"
-        sys.stderr.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
-        sys.stderr.flush()
+        line = set_cell_size(line, min(cell_len(line), shutil.get_terminal_size().columns - 1))
+        with contextlib.suppress(OSError, ValueError):  # the terminal is gone; the load goes on
+            self._stream.write(f"\r\x1b[K{line}\r")
+            self._stream.flush()
 
 
 def _print(log: logging.Logger, level: int, form: str) -> None:

@@ -25,6 +25,16 @@ GIB = 2**30
 def test_a_twentieth_stays_free_and_no_more_than_5_gib(
     total: int, free: int, size: int, enough: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    disk = os.statvfs_result((4096, 4096, total // 4096, free // 4096, free // 4096, *os.statvfs(tmp_path)[5:]))
-    monkeypatch.setattr(os, "statvfs", lambda path: disk)
+    set_disk(total, free, tmp_path, monkeypatch)
     assert (lacks_room(tmp_path, size) is None) == enough
+
+
+def test_sizes_have_units_that_fit_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_disk(2**26, 2**21, tmp_path, monkeypatch)
+    why = f"600 B would leave less than 3.20 MiB of the disk at {tmp_path} free"
+    assert lacks_room(tmp_path, 600) == why
+
+
+def set_disk(total: int, free: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = os.statvfs_result((4096, 4096, total // 4096, free // 4096, free // 4096, *os.statvfs(folder)[5:]))
+    monkeypatch.setattr(os, "statvfs", lambda path: disk)

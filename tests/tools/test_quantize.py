@@ -168,7 +168,12 @@ def test_samples_of_a_text_are_distributed_over_it(tmp_path: Path) -> None:
 
 
 def test_samples_begin_in_turn_as_documents_and_as_chats_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their engine shows nothing on the terminal, which is the command's."""
     monkeypatch.setenv("INFLIGHT_CACHE", "on purpose")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", terminal)
     samples = samples_of(open_source(str(DEMO)), Wanted(4, 40, seed=0))
     assert [len(sample) for sample in samples] == [40] * 4 and len(set(map(tuple, samples))) == 4
     tokenizer = Tokenizer.load(str(DEMO))
@@ -176,6 +181,7 @@ def test_samples_begin_in_turn_as_documents_and_as_chats_do(monkeypatch: pytest.
     chat = tokenizer.encode("<|endoftext|><|im_start|>user\n", add_special_tokens=False)
     assert samples[1][: len(chat)] == samples[3][: len(chat)] == chat
     assert os.environ["INFLIGHT_CACHE"] == "on purpose"
+    assert terminal.getvalue() == ""
 
 
 def test_samples_depend_on_the_seed_alone(llama: str, tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ __all__ = [
     "Outcome",
     "attempt",
     "available_memory",
-    "format_bytes",
     "free_cached_memory",
     "meter_of",
     "out_of_memory",
@@ -30,15 +29,6 @@ _T = TypeVar("_T")
 Outcome = Union[tuple[_T, str], tuple[None, str]]
 
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def format_bytes(size: float) -> str:
-    """Human-readable, such as `1.50 GiB`."""
-    for unit in ("B", "KiB", "MiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    return f"{size:.2f} GiB"
 
 
 # How torch's allocators, the CUDA driver and cuBLAS say it; only the first raises an exception of its own type.

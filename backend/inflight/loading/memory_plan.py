@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from inflight.byte_sizes import format_bytes
 from inflight.config import EngineConfig, parse_bytes
-from inflight.device.memory import available_memory, format_bytes
+from inflight.device.memory import available_memory
 from inflight.loading.load_errors import LoadError
 
 __all__ = ["HEADROOM", "DeviceMemory", "MemoryPlan", "graph_bytes", "num_host_blocks", "plan_on_cpu", "plan_on_gpu"]

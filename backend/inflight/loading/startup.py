@@ -23,8 +23,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from inflight.byte_sizes import format_bytes
 from inflight.config import EngineConfig
-from inflight.device.memory import available_memory, format_bytes
+from inflight.device.memory import available_memory
 from inflight.grammars.demand import are_grammars_used
 from inflight.kernels.cpu import build
 from inflight.kernels.cpu.library import instruction_set, unavailable
@@ -176,7 +177,7 @@ def _reuse(cache: CacheFolder, key: str, config: EngineConfig, start: float, hol
         if file is None:
             checkpoint = key.partition("-")[0]
             if any(path.name.startswith(checkpoint) for path in cache.files()):
-                _log.warning("the weights kept of this checkpoint are of another version or CPU; loading it in full")
+                enter_phase("in full: the weights kept of it are of another version or CPU")
             return None
         is_hot = _hot.get(key) is file
         if is_hot:

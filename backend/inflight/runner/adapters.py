@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from inflight.adapters.spec import AdapterError, read_adapter
 from inflight.attention.base import AttentionMetadata
+from inflight.byte_sizes import format_bytes
 from inflight.config import ConfigError, EngineConfig
-from inflight.device.memory import format_bytes
 from inflight.engine.adapter import AdapterRef, Leaving, Outcome
 from inflight.engine.adapter_salt import AdapterSalt
 from inflight.engine.step import SchedulerOutput

@@ -39,8 +39,9 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import AttentionBackend
+from inflight.byte_sizes import format_bytes
 from inflight.config import EngineConfig
-from inflight.device.memory import DeviceMeter, format_bytes
+from inflight.device.memory import DeviceMeter
 from inflight.load_phases import enter_phase
 from inflight.loading.memory_plan import graph_bytes
 from inflight.runner.capture import Capturer, Graph, Launch, capturer_of

@@ -15,6 +15,7 @@ from offline import make_core, run, tokens
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from inflight.attention.reference import ReferenceAttention
+from inflight.byte_sizes import format_bytes
 from inflight.config import ConfigError, EngineConfig
 from inflight.device import memory
 from inflight.engine.sampling_params import SamplingParams
@@ -150,8 +151,8 @@ def test_remote_code_does_not_run_unless_trusted(tmp_path, llama):
 
 def test_available_memory_and_its_format():
     assert 2**20 < memory.available_memory(torch.device("cpu")) < 2**50
-    assert memory.format_bytes(512) == "512 B"
-    assert memory.format_bytes(3 * 2**30) == "3.00 GiB"
+    assert format_bytes(512) == "512 B"
+    assert format_bytes(3 * 2**30) == "3.00 GiB"
 
 
 def test_a_pool_of_one_block(llama):

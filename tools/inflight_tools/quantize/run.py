@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 import inflight
-from inflight.device.memory import available_memory, format_bytes
+from inflight.byte_sizes import format_bytes
+from inflight.device.memory import available_memory
 from inflight_tools.quantize.checkpoint import linear_layers, write_checkpoint
 from inflight_tools.quantize.compressed import tensors_of
 from inflight_tools.quantize.decoder_walk import Quantized, Scheme, Walk

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def _written(source: Source, wanted: Wanted) -> list[list[int]]:
     """Samples begin in turn as documents do, and as the user's message in a chat; the model goes on from there."""
     options: dict[str, Any] = dict(max_num_seqs=min(wanted.count, _MOST_AT_ONCE), max_model_len=wanted.length + 1)
     try:
-        with _nothing_kept(), LLM(str(source.folder), device="cpu", **options) as llm:
+        with _nothing_kept(), _no_line_of_its_own(), LLM(str(source.folder), device="cpu", **options) as llm:
             starts = [start[: wanted.length - 1] for start in _starts(llm, source, wanted)]
             params = [
                 SamplingParams(
@@ -115,6 +116,20 @@ def _chat_start(llm: LLM) -> list[int]:
         return llm.tokenizer.encode(before, add_special_tokens=False) if found else []
     except ValueError:  # no template, or one that takes no message like this
         return []
+
+
+@contextmanager
+def _no_line_of_its_own() -> Iterator[None]:
+    """An engine in the block shows no phases of its load: `Shown` has the terminal, or nothing is wanted there."""
+    log = logging.getLogger("inflight.load_phases")
+    level, propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)  # the program takes the messages
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        log.propagate = propagate
 
 
 @contextmanager

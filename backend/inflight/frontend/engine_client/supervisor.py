@@ -352,7 +352,7 @@ class Supervisor:
         if stopping:
             return
         reason = f"the engine process died ({cause}); it is being restarted"
-        self._log("error", f"{reason}; {len(victims)} requests continue in the next one")
+        self._log("error", f"{reason}; requests that continue in the next one: {len(victims)}")
         self._questions.fail_sent(RequestError("UNAVAILABLE", reason))
         assert self._events is not None
         self._events.on_engine_down(victims, engine_process.heartbeat.ran(), cause)

@@ -20,8 +20,9 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceCl
 from transformers.utils import logging as transformers_logging
 
 from inflight.attention.hf import IMPLEMENTATION
+from inflight.byte_sizes import format_bytes
 from inflight.config import EngineConfig
-from inflight.device.memory import available_memory, format_bytes
+from inflight.device.memory import available_memory
 from inflight.hub import gguf_file, snapshot
 from inflight.loading.checkpoint import fp8_scheme
 from inflight.loading.checkpoint.headless import is_classifier, is_encoder

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from inflight.byte_sizes import format_bytes
 from inflight.device.device_queue import queue_of
-from inflight.device.memory import format_bytes
 from inflight.kernels.registry import select_lora
 from inflight.loading.adapter_weights import Matrices
 from inflight.loading.forward.adaptable_layers import called_with_all, linears_of, module_of, sizes_of

@@ -150,7 +150,7 @@ def test_a_full_disk_is_an_error_of_the_adapter(
     real = os.statvfs(tmp_path)
     full = os.statvfs_result((*real[:4], 10, *real[5:]))
     monkeypatch.setattr(os, "statvfs", lambda path: full)
-    with pytest.raises(AdapterError, match=r"would leave less than .* GiB of the disk at"):
+    with pytest.raises(AdapterError, match=r"would leave less than .* of the disk at"):
         files.keep("doll", source)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -75,20 +77,58 @@ print(early[1].Normal(0.0, 1.0).mean.item(), early[2].masked_tensor.__name__, ea
     assert rest == ["{True} True", "{True}", "torch.Size([3, 3]) True", "0.0 masked_tensor QuantStub"]
 
 
+OTHER_USES = (
+    ("import torch", "callable(torch.distributions.Normal)"),
+    ("from torch.quantization import QuantStub", "QuantStub is torch.quantization.QuantStub"),
+    ("from torch.distributions import *", "Normal is torch.distributions.Normal"),
+    ("import torch.masked.maskedtensor.core as core", "core.MaskedTensor is torch.masked.MaskedTensor"),
+    ("import torch.quantization.qconfig as qconfig", "qconfig.__spec__.origin == qconfig.__file__"),
+    ("import torch._dynamo", "torch._dynamo.eval_frame is __import__('sys').modules['torch._dynamo.eval_frame']"),
+    ("from importlib.util import find_spec", "find_spec('torch.masked.absent') is None"),
+)
+
+
 @pytest.mark.parametrize(
     ("statement", "use"),
     [
-        ("import torch", "torch.distributions.Normal"),
-        ("from torch.quantization import QuantStub", "QuantStub"),
-        ("import torch.masked._ops", "torch.masked._ops.sum"),
+        ("from torch.distributions.normal import Normal", "Normal is torch.distributions.Normal"),
+        *(pytest.param(*use, marks=pytest.mark.nightly) for use in OTHER_USES),
     ],
 )
-def test_a_part_is_imported_when_it_is_used(statement: str, use: str) -> None:
-    program = (
-        f"from inflight.device.deferred_torch import import_torch; import_torch(); {statement}; print(callable({use}))"
-    )
+def test_a_part_is_imported_once_when_it_is_used(statement: str, use: str) -> None:
+    program = f"""
+from inflight.device.deferred_torch import import_torch
+import_torch()
+{statement}
+import torch
+print({use})
+"""
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_who_uses_a_part_that_another_thread_imports_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import sys\nhalf, rest = sys.modules['torch'].events\nhalf.set(); rest.wait()\nvalue = 1\n"
+    (tmp_path / "half_imported.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    half, rest = threading.Event(), threading.Event()
+    monkeypatch.setattr(torch, "events", (half, rest), raising=False)
+    first = threading.Thread(target=importlib.import_module, args=("half_imported",))
+    first.start()
+    half.wait()
+    import_module = importlib.import_module
+
+    def asked(name: str) -> object:
+        rest.set()
+        return import_module(name)
+
+    monkeypatch.setattr(deferred_torch.importlib, "import_module", asked)
+    try:
+        assert deferred_torch._Placeholder("half_imported").value == 1
+    finally:
+        rest.set()
+        first.join()
+        sys.modules.pop("half_imported")
 
 
 @pytest.mark.parametrize(("build", "found"), [("cpu", False), ("cu130", True)])
