@@ -100,8 +100,8 @@ class Front:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                for reason, _ in warnings_of(scope):
-                    self._metrics.warned(self._endpoint(scope), reason)
+                for reason, count in warnings_of(scope).counts.items():
+                    self._metrics.warned(self._endpoint(scope), reason, count)
                 if scope.get("has_output"):
                     self._metrics.began(self._endpoint(scope), time.perf_counter() - since)
             await send(message)
