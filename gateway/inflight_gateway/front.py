@@ -93,7 +93,7 @@ class Front:
             await self._app(scope, receive, send)
             return
         status, started, since = 500, False, time.perf_counter()
-        if (form := self._error_forms.get(scope["path"])) is not None:
+        if (form := self._error_forms.get(self._endpoint(scope))) is not None:
             scope["error_form"] = form
 
         async def sending(message: Message) -> None:
