@@ -23,7 +23,7 @@ _MAX_WARNINGS, _MAX_CHARACTERS = 8, 300  # proxies limit the size of headers
 
 @dataclass(frozen=True)
 class Warnings:
-    """What a caller is told: a body can give reason for as many warnings as it has values.
+    """Warnings of one response; a body can give reason for as many as it has values.
 
     Attributes:
         shown: the first messages.
