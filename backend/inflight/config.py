@@ -218,7 +218,7 @@ class EngineConfig(LoraOptions, msgspec.Struct, frozen=True, kw_only=True, forbi
             `stop_token_ids` of a request.
         max_stop_bytes: maximum size of all stop strings of a request together, and of all its bad words.
         max_name_bytes: maximum size of a name that the client chooses: `tenant`, `cache_salt`, the request id.
-        max_input_bytes: maximum size of one input tensor or request parameter.
+        max_input_bytes: maximum size of one input tensor or request parameter, and of an instruction in all inputs.
         exclude_input_in_output: whether `text_output` omits the prompt if a request does not decide it. `None`: as
             in vllm_backend, the output includes the prompt only for a `text_input` that is not streamed.
         wire_format: the clients to serve: "vllm" or "tensorrt_llm". The latter's responses have one sequence each, and

@@ -123,7 +123,14 @@ class TritonPythonModel:
             self._adapters.registry,
             content,
         )
-        prompts = PooledPrompts(ready.pooler, tokenizer, ready.max_model_len, ready.vocab_size, most_inputs(config))
+        prompts = PooledPrompts(
+            ready.pooler,
+            tokenizer,
+            ready.max_model_len,
+            ready.vocab_size,
+            most_inputs(config),
+            config.max_input_bytes,
+        )
         pooled_reader = PooledRequestReader(parser, prompts, args["model_name"])
         self._tokenize_api = TokenizeApi(
             facts(content, ready, self._chat, tokenizer),

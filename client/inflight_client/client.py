@@ -219,6 +219,7 @@ class Client(_BaseClient, PooledCalls):
 
         Raises:
             InflightError: no server answers, or it refuses.
+            ValueError: a parameter with a NUL, where Triton would end it.
         """
         return self._ask(control_question(name, admin_key, parameters), model, timeout)
 

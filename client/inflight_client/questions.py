@@ -40,7 +40,14 @@ class Question:
 def control_question(
     name: str, admin_key: str | None = None, parameters: Mapping[str, str | bool] | None = None
 ) -> Question:
-    """The question `name`, with its parameters, and the admin key if there is one."""
+    """The question `name`, with its parameters, and the admin key if there is one.
+
+    Raises:
+        ValueError: a parameter with a NUL, where Triton would end it.
+    """
+    for given, value in (parameters or {}).items():
+        if isinstance(value, str) and "\0" in value:
+            raise ValueError(f"{given}: {value!r:.100} contains a NUL, which no parameter can; leave it out")
     key = {} if admin_key is None else {"admin_key": admin_key}
     return Question({**(parameters or {}), "control": name, **key})
 

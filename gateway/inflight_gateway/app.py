@@ -41,7 +41,7 @@ from inflight_gateway.lora_adapters import (
     unload_lora_adapter,
 )
 from inflight_gateway.metrics import metrics
-from inflight_gateway.models import list_models, retrieve_model
+from inflight_gateway.models import list_models, models_error, retrieve_model
 from inflight_gateway.ollama import ollama_chat, ollama_generate
 from inflight_gateway.ollama_embed import OllamaEmbedBody, OllamaEmbeddingsBody, ollama_embed, ollama_embeddings
 from inflight_gateway.ollama_input import OllamaChatBody, OllamaGenerateBody, OllamaShowBody
@@ -118,8 +118,8 @@ _ENDPOINTS = (
     _Endpoint("/rerank", rerank, "The same as /v1/rerank", RerankBody),
     _Endpoint("/v1/classify", classify, "The classes of texts", ClassifyBody),
     _Endpoint("/classify", classify, "The same as /v1/classify", ClassifyBody),
-    _Endpoint("/v1/models", list_models, "The models"),
-    _Endpoint("/v1/models/{model}", retrieve_model, "One model"),
+    _Endpoint("/v1/models", list_models, "The models", error_form=models_error),
+    _Endpoint("/v1/models/{model}", retrieve_model, "One model", error_form=models_error),
     _Endpoint("/v1/load_lora_adapter", load_lora_adapter, "Load a LoRA adapter, with the admin key", LoadAdapterBody),
     _Endpoint(
         "/v1/unload_lora_adapter", unload_lora_adapter, "Unload a LoRA adapter, with the admin key", UnloadAdapterBody

@@ -151,6 +151,7 @@ class ClientConnection(HttpToolsProtocol):
     _received = 0
     _answers: RequestResponseCycle | None = None  # the request that is answered; `cycle` is the one that came last
     _has_request = False
+    _in_body = False  # of the request that came last
     _is_idle = False  # nothing has arrived since the last request
     _head_bytes = 0  # of the last request, with trailers
     _bytes_in_parser = 0  # that came since it has told of a part of a request
@@ -213,7 +214,7 @@ class ClientConnection(HttpToolsProtocol):
             raise ValueError("too large")  # the parser ends, and `send_400_response` answers
 
     def on_headers_complete(self) -> None:
-        self._has_request = True
+        self._has_request = self._in_body = True
         self._disarm()
         if not self.flow.write_paused:
             self._disarm_send()
@@ -227,6 +228,7 @@ class ClientConnection(HttpToolsProtocol):
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, cast(int, _UpToTheEnd())
 
     def on_message_complete(self) -> None:
+        self._in_body = False
         super().on_message_complete()
         cast(dict[str, Any], self.scope)[BODY_ARRIVED] = True
         if not self._has_request:  # the rest of a body whose request was answered before it came
@@ -255,6 +257,19 @@ class ClientConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _refuse(self, error: APIError) -> None:
+        """End the connection, with this error unless it would be read as the answer to an earlier request."""
+        if self._is_next():
+            self._write(error)
+        self.transport.close()
+        self._watch_client()
+
+    def _is_next(self) -> bool:
+        """Whether the client waits for an answer to what arrives now, and has nothing of it."""
+        if self.cycle is None or self.cycle.response_complete:
+            return not self._in_body
+        return self._in_body and self._answers is self.cycle and not self.cycle.response_started
+
+    def _write(self, error: APIError) -> None:
         body = error.to_json()
         headers = {
             **error.headers,
@@ -266,8 +281,6 @@ class ClientConnection(HttpToolsProtocol):
         status = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}"
         lines = [status, *(f"{name.lower()}: {value}" for name, value in headers.items()), "", ""]
         self.transport.write("\r\n".join(lines).encode("ascii") + body)
-        self.transport.close()
-        self._watch_client()
 
     def _watch_client(self) -> None:
         """Look again after `send_timeout`: a client that has read nothing by then would keep its request for ever."""

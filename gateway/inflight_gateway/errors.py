@@ -21,7 +21,16 @@ from inflight_client import (
     UnavailableError,
 )
 
-__all__ = ["APIError", "ErrorForm", "api_error", "error_response", "invalid", "model_not_found", "request_error"]
+__all__ = [
+    "APIError",
+    "ErrorForm",
+    "api_error",
+    "error_response",
+    "invalid",
+    "model_not_found",
+    "openai_error",
+    "request_error",
+]
 
 _TYPES = {
     400: "invalid_request_error",
@@ -97,11 +106,12 @@ ErrorForm = Callable[[APIError, Scope], Response]
 
 def error_response(error: APIError, scope: Scope) -> Response:
     """The response of a request that fails before anything was sent, in the form of its path's API."""
-    form: ErrorForm = scope.get("error_form", _openai_error)
+    form: ErrorForm = scope.get("error_form", openai_error)
     return form(error, scope)
 
 
-def _openai_error(error: APIError, scope: Scope) -> Response:
+def openai_error(error: APIError, scope: Scope) -> Response:
+    """An error in OpenAI's form."""
     return Response(error.to_json(), error.status, error.headers, "application/json")
 
 

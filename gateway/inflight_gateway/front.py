@@ -93,15 +93,15 @@ class Front:
             await self._app(scope, receive, send)
             return
         status, started, since = 500, False, time.perf_counter()
-        if (form := self._error_forms.get(scope["path"])) is not None:
+        if (form := self._error_forms.get(self._endpoint(scope))) is not None:
             scope["error_form"] = form
 
         async def sending(message: Message) -> None:
             nonlocal status, started
             if message["type"] == "http.response.start":
                 status, started = message["status"], True
-                for reason, _ in warnings_of(scope):
-                    self._metrics.warned(self._endpoint(scope), reason)
+                for reason, count in warnings_of(scope).counts.items():
+                    self._metrics.warned(self._endpoint(scope), reason, count)
                 if scope.get("has_output"):
                     self._metrics.began(self._endpoint(scope), time.perf_counter() - since)
             await send(message)

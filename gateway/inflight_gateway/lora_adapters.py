@@ -98,7 +98,10 @@ async def _model_of(gateway: Gateway, name: str | None) -> ServedModel:
 
 
 async def _change(gateway: Gateway, model: ServedModel, name: str, parameters: dict[str, str | bool]) -> None:
-    """Raises APIError: a Triton has refused, or could not be reached; those that did not stay changed."""
+    """Raises APIError: a NUL; a Triton has refused, or could not be reached; those that did not stay changed."""
+    for key, value in parameters.items():
+        if isinstance(value, str) and "\0" in value:  # Triton would end it there
+            raise invalid(f"{key}: {value!r:.100} contains a NUL, which no name or path can; leave it out", key)
     answers = await gateway.replicas.control(model, name, parameters)
     gateway.upstream.forget()
     failed = {address: answer for address, answer in answers.items() if isinstance(answer, InflightError)}

@@ -132,9 +132,9 @@ class Metrics:
         """A Triton for prompts has done its part, or another one does all of it."""
         self._handovers.labels(outcome).inc()
 
-    def warned(self, endpoint: str, reason: str) -> None:
-        """A response has a warning."""
-        self._warnings.labels(endpoint, reason).inc()
+    def warned(self, endpoint: str, reason: str, count: int) -> None:
+        """A response has so many warnings."""
+        self._warnings.labels(endpoint, reason).inc(count)
 
     def began(self, endpoint: str, seconds: float) -> None:
         """A stream begins: its first output has arrived."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import datetime
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
+from inflight_gateway.anthropic.errors import anthropic_error
+from inflight_gateway.errors import APIError, openai_error
 from inflight_gateway.gateway import gateway_of
 from inflight_gateway.sse import encode_json
 from inflight_gateway.upstream import ServedModel, adapter_ids
 
-__all__ = ["list_models", "retrieve_model"]
+__all__ = ["list_models", "models_error", "retrieve_model"]
 
 # Keys of OpenAI's API until 2023, which clients of vLLM still read.
 _PERMISSION = {
@@ -55,6 +59,11 @@ async def retrieve_model(http: Request) -> Response:
     if _ANTHROPIC in http.headers:
         card = _anthropic_card(card)
     return Response(encode_json(card), media_type="application/json")
+
+
+def models_error(error: APIError, scope: Scope) -> Response:
+    """An error of both, in the form of the client's API."""
+    return (anthropic_error if _ANTHROPIC in Headers(scope=scope) else openai_error)(error, scope)
 
 
 def _card(model: ServedModel, adapter: str | None, id: str) -> dict[str, Any]:

@@ -105,7 +105,7 @@ async def ollama_absent(http: Request) -> Response:
 
 def _capabilities(model: ServedModel, fim_template: str) -> list[str]:
     if not model.info.get("generates", True):
-        return ["embedding"]
+        return ["embedding"] if "embed" in model.info.get("pooling_tasks", ()) else []
     found = ["completion"]
     if "messages" in model.inputs and model.info.get("has_chat_template", True):
         found.append("tools")  # with any template

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass, field
 from typing import Literal
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-__all__ = ["REQUEST_ID", "WARNING", "Reason", "ResponseHeaders", "new_request_id", "warn", "warnings_of"]
+__all__ = ["REQUEST_ID", "WARNING", "Reason", "ResponseHeaders", "Warnings", "new_request_id", "warn", "warnings_of"]
 
 WARNING = "x-inflight-warning"
 Reason = Literal["unknown_key", "ignored", "max_tokens"]
@@ -20,6 +21,19 @@ _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
 _MAX_WARNINGS, _MAX_CHARACTERS = 8, 300  # proxies limit the size of headers
 
 
+@dataclass(frozen=True)
+class Warnings:
+    """Warnings of one response; a body can give reason for as many as it has values.
+
+    Attributes:
+        shown: the first messages.
+        counts: of all warnings, by reason.
+    """
+
+    shown: list[str] = field(default_factory=list)
+    counts: dict[Reason, int] = field(default_factory=dict)
+
+
 def warn(scope: Scope, reason: Reason, message: str) -> None:
     """Tell the caller, in the header of the response, that something was not done as requested.
 
@@ -28,22 +42,26 @@ def warn(scope: Scope, reason: Reason, message: str) -> None:
         reason: a label of the metric.
         message: any text.
     """
-    scope.setdefault("inflight_warnings", []).append((reason, message))
+    if (warnings := scope.get("inflight_warnings")) is None:
+        warnings = scope["inflight_warnings"] = Warnings()
+    warnings.counts[reason] = warnings.counts.get(reason, 0) + 1
+    if len(warnings.shown) < _MAX_WARNINGS:
+        warnings.shown.append(message[:_MAX_CHARACTERS])
 
 
-def warnings_of(scope: Scope) -> list[tuple[Reason, str]]:
+def warnings_of(scope: Scope) -> Warnings:
     """The warnings so far."""
-    found: list[tuple[Reason, str]] = scope.get("inflight_warnings", [])
+    found: Warnings = scope.get("inflight_warnings") or Warnings()
     return found
 
 
 def _warning_header(scope: Scope) -> list[tuple[bytes, bytes]]:
-    messages = [message for _, message in warnings_of(scope)]
-    if not messages:
+    warnings = warnings_of(scope)
+    if not warnings.shown:
         return []
-    shown = [message[:_MAX_CHARACTERS] for message in messages[:_MAX_WARNINGS]]
-    if len(messages) > _MAX_WARNINGS:
-        shown.append(f"and {len(messages) - _MAX_WARNINGS} more")
+    shown, more = list(warnings.shown), sum(warnings.counts.values()) - len(warnings.shown)
+    if more:
+        shown.append(f"and {more} more")
     text = "; ".join(shown).encode("ascii", "backslashreplace")
     return [(WARNING.encode(), _CONTROL.sub(b" ", text))]
 

@@ -29,6 +29,8 @@ def sent(question: Any) -> dict[str, Any]:
 def test_what_is_sent() -> None:
     assert sent(control_question("stats")) == {"control": "stats"}
     assert sent(control_question("stats", "k")) == {"control": "stats", "admin_key": "k"}
+    with pytest.raises(ValueError, match=r"lora_name: 'x\\x00y' contains a NUL, which no parameter can"):
+        control_question("load_adapter", "k", {"load_inplace": True, "lora_name": "x\0y"})
     assert sent(tokenize_question("a", None, {}, None, False)) == {"control": "tokenize", "text_input": "a"}
     body = sent(tokenize_question(None, CHAT, {"tools": None, "add_generation_prompt": False}, True, True))
     assert json.loads(body.pop("messages")) == {"messages": CHAT, "add_generation_prompt": False}

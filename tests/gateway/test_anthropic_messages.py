@@ -463,3 +463,22 @@ async def test_models_have_anthropics_form_for_its_clients(start):
     nothing = await start(ScriptedClient(lambda request: text("Hi"), models=()))
     listed = (await nothing.http.get("/v1/models", headers=version)).json()
     assert listed == {"data": [], "has_more": False, "first_id": None, "last_id": None}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "status", "kind"),
+    [
+        ("GET", "/v1/models", {}, 401, "authentication_error"),
+        ("GET", "/v1/models/a/b", {}, 401, "authentication_error"),
+        ("GET", "/v1/models/a/b", {"x-api-key": "key"}, 404, "not_found_error"),
+        ("DELETE", "/v1/models", {"x-api-key": "key"}, 405, "invalid_request_error"),
+    ],
+)
+async def test_errors_of_models_have_anthropics_form_for_its_clients(start, method, path, headers, status, kind):
+    front = await start(lambda request: text("Hi"), api_keys=("key",))
+    answer = await front.http.request(method, path, headers={**headers, "anthropic-version": "2023-06-01"})
+    shown = answer.json()
+    assert answer.status_code == status and answer.headers["request-id"] == shown["request_id"]
+    assert (shown["type"], shown["error"]["type"]) == ("error", kind)
+    plain = await front.http.request(method, path, headers=headers)
+    assert plain.status_code == status and "code" in plain.json()["error"] and "request-id" not in plain.headers

@@ -383,6 +383,51 @@ async def test_a_head_has_a_limit(start, made, begins, goes_on):
     assert (await front.http.get("/version", headers=large)).status_code == 200
 
 
+_TOO_LARGE = [_START + b"X-A: ", b"b" * 70_000]
+_NO_HTTP = [b"\x16\x03\x01 hello\r\n\r\n"]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+@pytest.mark.parametrize("bad", [_TOO_LARGE, _NO_HTTP], ids=["too large", "no HTTP"])
+async def test_a_refusal_is_no_part_of_the_answer_to_an_earlier_request(start, made, bad, begun):
+    front = await start(lambda request: [*(text("a", finish=None) if begun else ()), asyncio.Event()])
+    reader, writer = await connect(front, request(True))
+    connection = await made.get()
+    while not front.client.streams:
+        await asyncio.sleep(0.01)
+    received = await reader.readuntil(b'"text":"a"') if begun else b""
+    for part in bad:
+        connection.data_received(part)
+    received += await reader.read()
+    assert received.count(b"HTTP/1.1 ") == begun and b"invalid_request_error" not in received
+    await front.client.streams[0].cancelled.wait()
+    writer.close()
+
+
+@pytest.mark.parametrize("bad", [_TOO_LARGE, _NO_HTTP], ids=["too large", "no HTTP"])
+async def test_a_refusal_behind_a_whole_answer_is_read(start, made, bad):
+    front = await start(ok)
+    reader, writer = await connect(front, request(False))
+    assert (await answer(reader)).startswith(b"HTTP/1.1 200")
+    connection = await made.get()
+    while not connection.cycle.response_complete:
+        await asyncio.sleep(0.01)
+    for part in bad:
+        connection.data_received(part)
+    refused = await reader.read()
+    assert refused.startswith(b"HTTP/1.1 4") and b"invalid_request_error" in refused
+    writer.close()
+
+
+async def test_a_body_that_is_wrong_after_its_answer_is_not_answered_twice(start, made):
+    front = await start(ok, api_keys=("key",))
+    reader, writer = await connect(front, _CHUNKED[: -len(BODY) - 5])
+    assert (await answer(reader)).startswith(b"HTTP/1.1 401")
+    (await made.get()).data_received(b"no length\r\n")
+    assert await reader.read() == b""
+    writer.close()
+
+
 async def test_small_chunks_of_a_body_are_no_head(start):
     front = await start(ok)
     body = BODY + b" " * 30_000

@@ -149,6 +149,8 @@ async def test_load_and_unload_with_vllms_answers(start: Callable[..., Any]) -> 
         ("/v1/load_lora_adapter", {"lora_path": "/x"}, "Both 'lora_name' and 'lora_path' must be provided."),
         ("/v1/unload_lora_adapter", {}, "'lora_name' needs to be provided to unload a LoRA adapter."),
         ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/etc"}, "must be the absolute path of a folder"),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "/x\0y"}, "lora_path: '/x\\x00y' contains a NUL"),
+        ("/v1/unload_lora_adapter", {"lora_name": "x\0y"}, "lora_name: 'x\\x00y' contains a NUL"),
         ("/v1/unload_lora_adapter", {"lora_name": "x", "lora_int_id": 1}, "lora_int_id is not supported"),
     ],
 )

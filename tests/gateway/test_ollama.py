@@ -430,6 +430,13 @@ async def test_inputs_that_cannot_be_embedded_are_refused_in_ollamas_form(start,
 
 async def test_a_model_that_only_embeds_says_so(start):
     client = ScriptedClient(ok)
-    client.info["generates"] = False
+    client.info.update(generates=False, pooling_tasks=["embed", "score"])
     front = await start(client)
     assert (await front.post("/api/show", {"model": "demo"})).json()["capabilities"] == ["embedding"]
+
+
+async def test_a_model_that_neither_generates_nor_embeds_has_no_capability_that_ollama_knows(start):
+    client = ScriptedClient(ok)
+    client.info.update(generates=False, pooling_tasks=["score", "classify"])
+    front = await start(client)
+    assert (await front.post("/api/show", {"model": "demo"})).json()["capabilities"] == []

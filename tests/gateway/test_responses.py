@@ -12,10 +12,12 @@ from pydantic import BaseModel, TypeAdapter
 from scripted_client import ScriptedClient, text
 
 from inflight_client import ChoiceDelta, Logprob, StreamChunk, UnavailableError
+from inflight_gateway import response_headers
 from inflight_gateway.responses_input import ResponsesBody
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [{"type": "function", "name": "weather", "parameters": WEATHER, "strict": True}]
+HI = {"model": "demo", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 EVENTS: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 
@@ -200,3 +202,32 @@ async def test_what_cannot_be_included_is_warned_of(start):
     assert warning == (
         "include: 'web_search_call.action.sources' has no effect: it is of tools that are not run here, or of images"
     )
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/responses", {"input": "Hi", "include": [f"x{number}" for number in range(10_000)]}),
+        ("/v1/responses", {"input": "Hi", "tools": [{"type": f"mcp{number}"} for number in range(10_000)]}),
+        ("/v1/messages", {**HI, "tools": [{"type": f"mcp{number}"} for number in range(10_000)]}),
+        ("/v1/chat/completions", {"messages": [{"role": f"r{number}", "content": "Hi"} for number in range(10_000)]}),
+    ],
+    ids=["include", "tools of responses", "tools of messages", "roles"],
+)
+async def test_many_reasons_for_warnings_take_no_more_memory_and_calls_than_a_few(start, monkeypatch, path, body):
+    front = await start(lambda request: text("Hi"))
+    kept, calls, counted = [], [], front.gateway.metrics.warned
+    monkeypatch.setattr(front.gateway.metrics, "warned", lambda *call: (calls.append(call), counted(*call)))
+    header = response_headers._warning_header
+
+    def seen(scope: Any) -> Any:
+        kept.append(response_headers.warnings_of(scope).shown)
+        return header(scope)
+
+    monkeypatch.setattr(response_headers, "_warning_header", seen)
+    response = await front.post(path, body)
+    assert response.status_code == 200, response.text
+    assert response.headers["x-inflight-warning"].endswith("; and 9992 more")
+    assert [len(messages) for messages in kept] == [8] and calls == [(path, "ignored", 10_000)]
+    counter = f'inflight_gateway_warnings_total{{endpoint="{path}",reason="ignored"}} 10000.0'
+    assert counter in (await front.http.get("/metrics")).text

@@ -161,7 +161,12 @@ class LocalEngine:
         self._ids = itertools.count()
         self._pid = os.getpid()
         self.pooled_prompts = PooledPrompts(
-            self._info.pooler, self.tokenizer, self._info.max_model_len, self._info.vocab_size, max_inputs=_ANY_NUMBER
+            self._info.pooler,
+            self.tokenizer,
+            self._info.max_model_len,
+            self._info.vocab_size,
+            max_inputs=_ANY_NUMBER,
+            max_input_bytes=_ANY_NUMBER,
         )
         self._open: dict[int, OpenRequest | OpenVector] = {}
         self._turns = TurnLock()

@@ -14,7 +14,7 @@ _ROLES_NOTE = 'a list of objects such as {"role": "user", "content": "..."}'
 _KEYS = (
     *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs", "chat_template"),
 )
-_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|[67])")  # one of the key, which no serializer escapes
+_ESCAPED_LETTER = re.compile(rb"\\u00(?:5[fF]|6[1358cCdD]|7[04])")  # one of the key, which no serializer escapes
 _MAX_TEMPLATE = 2**16  # characters; the longest of known checkpoints has a quarter of that
 # Names that chat_template_kwargs must not set: the keys themselves, and arguments that select the template.
 _RESERVED = {*_KEYS, "conversation", "chat_template", "tokenize"}
@@ -77,7 +77,7 @@ def read_chat(text: bytes) -> Chat:
 def has_template(text: bytes | str) -> bool:
     """Whether the JSON of a chat can have a template of its own.  Cheap; a message can say the same."""
     raw = text.encode(errors="surrogatepass") if isinstance(text, str) else text
-    return b'"chat_template"' in raw or _ESCAPED_LETTER.search(raw) is not None
+    return b'"chat_template"' in raw or _ESCAPED_LETTER.search(raw.replace(b"\\\\", b"")) is not None
 
 
 def _check_messages(value: Any) -> None:

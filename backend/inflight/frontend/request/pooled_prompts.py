@@ -102,16 +102,24 @@ class PooledPrompts:
         facts: of the checkpoint.
         max_model_len, vocab_size: likewise; a prompt can be `max_model_len` tokens long.
         max_inputs: in one request.
+        max_input_bytes: of a request's instruction, counted once for each input.
     """
 
     def __init__(
-        self, facts: PoolerFacts, tokenizer: Tokenizer, max_model_len: int, vocab_size: int, max_inputs: int
+        self,
+        facts: PoolerFacts,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        vocab_size: int,
+        max_inputs: int,
+        max_input_bytes: int,
     ) -> None:
         self.facts = facts
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._max_inputs = max_inputs
+        self._max_input_bytes = max_input_bytes
 
     def plan(self, asked: Asked) -> PooledPlan:
         """Raises RequestError (INVALID_ARG): the message names the input that cannot be served, and why."""
@@ -177,7 +185,18 @@ class PooledPrompts:
             raise RequestError("INVALID_ARG", f'truncation_side={shown(asked.side)}: must be "left" or "right"')
         if asked.instruction is not None and (task == "classify" or (task == "score" and facts.pairs == "tokenizer")):
             raise RequestError("INVALID_ARG", f"instruction: this checkpoint's {task} takes none; leave it out")
+        self._check_instruction(asked.instruction or "", len(asked.inputs))
         self._check_dimensions(asked.dimensions)
+
+    def _check_instruction(self, given: str, count: int) -> None:
+        """One that is sent once is tokenised with every input."""
+        size = len(given.encode(errors="surrogatepass"))
+        if size * count > self._max_input_bytes:
+            raise RequestError(
+                "INVALID_ARG",
+                f"instruction has {size} bytes, {size * count} for {count} inputs: at most {self._max_input_bytes} are "
+                "allowed (max_input_bytes in model.json); send a shorter one, or fewer inputs at once",
+            )
 
     def _check_dimensions(self, given: int | None) -> None:
         if given is None:

@@ -14,7 +14,7 @@ from frontend_rig import CHECKPOINT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.frontend.chat.chat_messages import ChatTemplateError, read_chat
+from inflight.frontend.chat.chat_messages import ChatTemplateError, has_template, read_chat
 from inflight.frontend.chat.chat_template import ChatTemplate
 from inflight.frontend.chat.renderer import TemplateRenderer
 
@@ -171,6 +171,20 @@ def test_the_defaults() -> None:
 def test_an_invalid_request_is_named(chat: dict[str, Any], says: str) -> None:
     with pytest.raises(ChatTemplateError, match=says):
         read_chat(json.dumps(chat).encode())
+
+
+def test_a_key_is_found_however_it_is_written() -> None:
+    """Each of its letters can be escaped; what serializers escape for other reasons is none of them."""
+    key = "chat_template"
+    for place, letter in enumerate(key):
+        for digits in {f"{ord(letter):04x}", f"{ord(letter):04X}"}:
+            chat = f'{{"messages": [], "{key[:place]}\\u{digits}{key[place + 1 :]}": "x"}}'
+            assert json.loads(chat)[key] == "x" and has_template(chat) and has_template(chat.encode()), chat
+    assert has_template(r'["\\\u0061"]'), "two backslashes, and a letter"
+    for text in ("`", "\x7f", "<>&'+", "\xe9\u6107", r"\u0061", r"\\u0074"):
+        escaped = "".join(f"\\u{ord(one):04x}" if one in "`\x7f<>&'+" else json.dumps(one)[1:-1] for one in text)
+        assert json.loads(f'"{escaped}"') == text
+        assert not has_template(f'[{{"role": "user", "content": "{escaped}"}}]'), escaped
 
 
 @pytest.mark.parametrize(

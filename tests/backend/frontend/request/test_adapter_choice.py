@@ -141,7 +141,7 @@ def test_a_stream_is_continued_with_the_same_content_alone(parser: RequestParser
 
 def pooled(parser: RequestParser, parameters: dict[str, Any] | None = None, **inputs: Any) -> PooledRequest:
     facts = PoolerFacts(tasks=["embed"], size=8)
-    reader = PooledRequestReader(parser, PooledPrompts(facts, TOKENIZER, 64, 2560, 16), "m")
+    reader = PooledRequestReader(parser, PooledPrompts(facts, TOKENIZER, 64, 2560, 16, 1000), "m")
     asked = json.dumps({"task": "embed", "inputs": ["a", "b"]})
     return reader.read(WireRequest({"pooling": text(asked), **inputs}, parameters or {}))
 

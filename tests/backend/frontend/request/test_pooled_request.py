@@ -35,7 +35,7 @@ RERANKS = PoolerFacts(tasks=["embed", "score"], size=64, pairs="template", templ
 def reader(facts: PoolerFacts, **options: Any) -> PooledRequestReader:
     config = EngineConfig.from_dict({"model": "m", **options})
     parser = RequestParser(config, TOKENIZER, ChatTemplate(None), MAX_LEN, VOCAB, generates=facts.generates)
-    prompts = PooledPrompts(facts, TOKENIZER, MAX_LEN, VOCAB, most_inputs(config))
+    prompts = PooledPrompts(facts, TOKENIZER, MAX_LEN, VOCAB, most_inputs(config), config.max_input_bytes)
     return PooledRequestReader(parser, prompts, "served")
 
 
@@ -150,7 +150,7 @@ def with_ends() -> Tokenizer:
 
 
 def test_what_is_cut_leaves_the_special_tokens() -> None:
-    prompts = PooledPrompts(SCORES, with_ends(), 8, 28, 10)
+    prompts = PooledPrompts(SCORES, with_ends(), 8, 28, 10, 1000)
     from inflight.frontend.request.pooled_prompts import Asked
 
     def cut(entry: Any, task: str = "embed", **options: Any) -> list[int]:
@@ -292,6 +292,22 @@ def test_too_many_inputs() -> None:
     assert "inputs has 4 entries: at most 3" in refused(EMBEDS, asked, options={"max_pooled_inputs": 3})
     assert "at most 3 are allowed" in refused(EMBEDS, asked, options={"max_num_seqs": 1, "max_queue_size": 2})
     assert len(read(EMBEDS, asked, options={"max_num_seqs": 1, "max_queue_size": 0}).members) == 4
+
+
+@pytest.mark.parametrize(("facts", "task"), [(EMBEDS, "embed"), (EMBEDS, "score"), (RERANKS, "score")])
+def test_an_instruction_counts_once_for_each_input(
+    facts: PoolerFacts, task: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tokenised as often, and the request's size says nothing of that."""
+    monkeypatch.setattr(TOKENIZER, "encode", lambda *texts, **options: pytest.fail("tokenised"))
+    inputs = ["a" if task == "embed" else ["a", "b"]] * 1000
+    asked = {"task": task, "inputs": inputs, "instruction": "é" * 250_000, "truncate_prompt_tokens": -1}
+    said = refused(facts, asked)
+    assert "instruction has 500000 bytes, 500000000 for 1000 inputs: at most 8388608 are allowed" in said
+    monkeypatch.undo()
+    few = {**asked, "inputs": inputs[:4]}
+    assert len(read(facts, few, options={"max_input_bytes": 2_000_000}).plan.counts) == 4
+    assert "2000000 for 4 inputs" in refused(facts, few, options={"max_input_bytes": 1_999_999})
 
 
 @pytest.mark.parametrize(
