@@ -15,7 +15,7 @@ from inflight.engine.tiers.tiers import Tiers
 
 __all__ = ["TierWriter"]
 
-_EVERY = 8  # steps between two looks at a running request: at others that began with it in other steps
+_EVERY = 8  # steps between two looks at a running request; requests take turns by their ids
 
 
 class _Computed(NamedTuple):
