@@ -231,6 +231,44 @@ def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
     assert rig.tiers.num_hits == 1696 + 7936
 
 
+def test_a_new_engine_learns_that_it_waits_too_long(
+    extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses eight times the time to compute, and the medium takes less than that, but twice the time itself."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS * 8)
+    medium = Medium()
+    medium.rate = TOKEN_BYTES / TOKEN_SECONDS / 2
+    rig = engine(medium)
+    medium.extents = dict(extents)
+    for number in (1, 2):
+        add(rig.core, number, [11 + number, *PROMPT[:511]], max_tokens=1)
+    others = 2 * 512 * TOKEN_SECONDS
+    assert first_token(rig, medium, PROMPT, 0) < others + 1.1 * len(PROMPT) * TOKEN_SECONDS
+    assert 0 < rig.tiers.num_hits < 7936 / 2
+
+
+def test_no_request_waits_longer_than_a_minute(extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only prompt that was computed took a thousand times as long as any other one will."""
+    monkeypatch.setitem(globals(), "HELD_POLL_SECONDS", 0.05)  # fewer steps
+    medium = Medium()
+    medium.rate = 0.5e6
+    rig = engine(medium)
+    execute = rig.runner.execute
+
+    def late(out: Any, prepared: None) -> Any:
+        step = execute(out, prepared)
+        medium.pass_time(1000 * out.num_prompt_tokens * TOKEN_SECONDS)
+        step.ended = rig.now
+        return step
+
+    rig.runner.execute = late  # type: ignore[method-assign]
+    first_token(rig, medium, [12, *PROMPT[:600]], 1)
+    rig.runner.execute = execute  # type: ignore[method-assign]
+    medium.extents = dict(extents)
+    assert 60 < first_token(rig, medium, PROMPT, 0) < 61 + len(PROMPT) * TOKEN_SECONDS
+    assert 0 < rig.tiers.num_hits < 7936
+
+
 def seconds_of(
     rate: float | None, extents: dict[bytes, bytes], delay: float, beside: int, late: Mapping[int, float] | None = None
 ) -> list[tuple[float, int]]:
