@@ -38,8 +38,7 @@ class TierWriter(EngineListener):
     """
 
     def __init__(self, tiers: Tiers, pool: TieredPool) -> None:
-        self._tiers = tiers
-        self._pool = pool
+        self._tiers, self._pool = tiers, pool
         self._extent_blocks = tiers.extent_blocks
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at

@@ -213,6 +213,28 @@ def test_a_new_engine_learns_what_computing_takes_while_a_conversation_waits(
     assert rig.tiers.num_hits == 7936
 
 
+@pytest.mark.parametrize(("rate", "num_loaded"), [(40e6, 2), (8e6, 0)])
+def test_a_new_engine_learns_from_the_first_of_many_that_wait(
+    monkeypatch: pytest.MonkeyPatch, rate: float, num_loaded: int
+) -> None:
+    """It guesses an eighth: the first conversation is given up, and what it takes to compute tells how long to wait."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    medium = Medium()
+    medium.rate = rate
+    rig = engine(medium)
+    conversations = [[13 + number, *PROMPT[:3000]] for number in range(3)]
+    for number, prompt in enumerate(conversations):
+        medium.extents.update(extents_of(prompt))
+        add(rig.core, number, prompt, max_tokens=1)
+    began = rig.now
+    while rig.core.has_work:
+        if not rig.core.step().stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    in_one = 3000 // BLOCK // EXTENT_BLOCKS * EXTENT_BLOCKS * BLOCK
+    assert num_loaded * in_one <= rig.tiers.num_hits < (num_loaded + 0.5) * in_one
+    assert rig.now - began < 1.05 * (3 - num_loaded) * 3000 * TOKEN_SECONDS + num_loaded * 0.2
+
+
 def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
     extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
