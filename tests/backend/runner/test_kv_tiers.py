@@ -151,7 +151,7 @@ def test_what_has_not_ended_when_an_engine_is_closed_is_kept(tmp_path, folder, c
 
 
 def test_a_step_that_fails_behind_the_last_request_fails_nothing(tmp_path, folder, caplog):
-    """It was launched before the last token of the request was known, and no one waits for it."""
+    """It was launched before the last token of the request was known, and its output goes nowhere."""
     with engine(folder, tmp_path, async_scheduling=True) as llm:
         [(said, _)] = outputs(llm, [PROMPT], 40)
         runner = llm.engine._runner

@@ -239,7 +239,7 @@ class KVEventsOf:
 
 
 def test_what_was_kept_is_written_though_the_owner_dies_beside_a_step():
-    """Its pipe breaks before the engine hears of it: then no one reads the tokens, but the next engine reads the tiers."""
+    """Its pipe breaks before the engine hears of it; the tokens are lost, and the next engine reads the tiers."""
     store, events = MemoryStore(), KVEventsOf()
     rig = rig_of(store, async_scheduling=True)
     add(rig.core, 0, PROMPT, max_tokens=40, ignore_eos=True)
