@@ -150,9 +150,7 @@ def until_a_token(engine: Any) -> None:
 
     while True:
         message = next_message(engine)
-        if isinstance(message, StepMessage) and (
-            message.tokens.token_ids or any(delta.token_ids for delta in message.deltas)
-        ):
+        if isinstance(message, StepMessage) and message.num_tokens:
             return
 
 

@@ -191,6 +191,12 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
         _step(engine, frontends)
 
 
+def _serve_and_close(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbeat) -> None:
+    with contextlib.suppress(EOFError, BrokenPipeError, ConnectionResetError):  # the owner is gone: tiers outlive it
+        serve(engine, frontends, inbox, heartbeat)
+    _close(engine)
+
+
 def _warm_up_grammars(core: EngineCore) -> None:
     """Once the engine is idle: reading a vocabulary takes Python's lock for tenths of a second at a time."""
     if core.info.grammars is not None:
@@ -230,12 +236,16 @@ def _step(engine: Engine, frontends: Frontends) -> None:
 def _close(engine: Engine) -> None:
     """Close what others read, once tiers have got the KV of the last requests."""
     tiers = engine.core.info.tiers
-    if tiers is not None:
-        collect_last_steps(engine.core)
-    if engine.kv_events is not None:
-        engine.kv_events.close()
-    if tiers is not None:
-        tiers.close()
+    with contextlib.ExitStack() as closing:
+        if tiers is not None:
+            closing.callback(tiers.close)
+        if engine.kv_events is not None:
+            closing.callback(engine.kv_events.close)  # before the tiers
+        if tiers is not None:
+            try:
+                collect_last_steps(engine.core)
+            except Exception:  # what ended before it is kept
+                traceback.print_exc()
 
 
 def _answer(engine: Engine, ask: Ask, sender: Frontend, inbox: Inbox) -> None:
@@ -351,8 +361,7 @@ def main(argv: list[str] | None = None) -> int:
         inbox: Inbox = SimpleQueue()
         reads = accept_into if args.shared else read_into
         threading.Thread(target=reads, args=(inbox, owner, connection), name="reader", daemon=True).start()
-        serve(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
-        _close(engine)
+        _serve_and_close(engine, Frontends(core.live_ids, ready), inbox, heartbeat)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return 0  # the frontend is gone
     except Exception as error:

@@ -148,11 +148,12 @@ class AsyncLLM(AsyncPooledCalls):
 
         try:
             await asyncio.to_thread(run)
-        except asyncio.CancelledError:
+        except BaseException:  # also GeneratorExit: the loop ended without another turn for its tasks
             with lock:
                 given_up = True
                 found = list(opened)
-            self._abort_all(found)
+            if found:
+                self._abort_all(found)
             raise
         self._steps.wake()
         return opened

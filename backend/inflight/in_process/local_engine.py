@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import gc
 import itertools
+import logging
 import os
 import sys
 import time
@@ -53,6 +54,7 @@ if find_spec("transformers") is None:  # only a full load imports it, which is t
 __all__ = ["LocalEngine", "OpenRequest"]
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 _ANY_NUMBER = 2**31  # of inputs: they are this program's
 
 
@@ -277,6 +279,8 @@ class LocalEngine:
             self._fail_all(f"{self.config.model} was closed")
             if self.chat is not None:
                 self.chat.close()
+            if not self._half_done and os.getpid() == self._pid:
+                self._keep_last_steps()
             self._close_tiers()
             self._info.tiers = None  # it has the pool
             del self.core, self.trace, self._runner
@@ -323,13 +327,22 @@ class LocalEngine:
                 while self._unwanted:
                     self._end_ids([self._unwanted.popleft()])
                 done = work()
-                if not self._open and self._info.tiers is not None:
-                    collect_last_steps(self.core)
+                is_sound = bool(self._open) or self._keep_last_steps()
             except BaseException as error:
                 self._fail_interrupted(f"{type(error).__name__}: {error}".rstrip(": "))
                 raise
-            self._half_done = False
+            self._half_done = not is_sound
             return done
+
+    def _keep_last_steps(self) -> bool:
+        """Give tiers what the requests that ended last have computed; whether the core can go on."""
+        if self._info.tiers is not None:
+            try:
+                collect_last_steps(self.core)
+            except Exception:  # all results are complete
+                _log.exception("the step behind the last request failed: KV tiers do not get all of its KV")
+                return False
+        return True
 
     def _expect_no_turn_here(self, besides: int) -> None:
         if self._has_turn_here(besides):

@@ -38,13 +38,11 @@ class TurnLock:
                     self._owner = me
                     return
                 self._waiting.append((me, gate))
-            while not gate.acquire(timeout=_POLL_S):
-                pass
+            while self._owner != me:
+                gate.acquire(timeout=_POLL_S)
+            self._leave_queue(me, gate)
         except BaseException:  # an interrupt: the turn goes to the next thread
-            with self._mutex:
-                if (me, gate) in self._waiting:
-                    self._waiting.remove((me, gate))
-                    raise
+            self._leave_queue(me, gate)
             if self._owner == me:
                 self.__exit__()
             raise
@@ -52,10 +50,15 @@ class TurnLock:
     def __exit__(self, *exception: Any) -> None:
         with self._mutex:
             if self._waiting:
-                self._owner, gate = self._waiting.popleft()
+                self._owner, gate = self._waiting[0]  # it leaves the queue itself: an interrupt here loses no thread
                 gate.release()
             else:
                 self._owner = None
+
+    def _leave_queue(self, thread: int, gate: threading.Lock) -> None:
+        with self._mutex:
+            if (thread, gate) in self._waiting:
+                self._waiting.remove((thread, gate))
 
 
 class InterruptLater:

@@ -163,6 +163,38 @@ def test_a_request_that_is_opened_after_its_loop_has_cancelled_all_is_aborted(
     assert not async_llm.engine.has_open
 
 
+def test_a_request_that_is_opened_after_its_task_was_dropped_is_aborted(
+    async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that ends without another turn for its tasks leaves them to the garbage collection."""
+    goes_on, submitted, submit = threading.Event(), threading.Event(), async_llm.engine.submit
+
+    def late(*arguments: Any) -> Any:
+        assert goes_on.wait(60)
+        return submit(*arguments)
+
+    monkeypatch.setattr(async_llm.engine, "submit", late)
+    abort = async_llm._abort_all
+
+    def abort_all(requests: Any) -> None:
+        abort(requests)
+        submitted.set()
+
+    monkeypatch.setattr(async_llm, "_abort_all", abort_all)
+
+    async def run() -> None:
+        prompts, params = [(None, [1, 2, 3])], [SamplingParams(max_tokens=2000, ignore_eos=True)]
+        waits = async_llm._submitted(lambda: async_llm.engine.submit(prompts, params, lambda request: None))
+        waits.send(None)
+        waits.close()
+        goes_on.set()
+        await asyncio.to_thread(submitted.wait, 60)
+
+    asyncio.run(run())
+    async_llm.engine.step()  # the abort has had its turn
+    assert submitted.is_set() and not async_llm.engine.has_open
+
+
 def test_errors_reach_the_task_that_caused_them(async_llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         for prompt, params, message in [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import contextlib
 import gc
 import signal
 import subprocess
@@ -223,6 +224,44 @@ def test_an_interrupt_between_queueing_and_waiting_leaves_no_turn_behind() -> No
     done.set()
     holder.join()
     assert lock._owner is None
+
+
+class InterruptedGate:
+    def __init__(self, gate: Any) -> None:
+        self._gate = gate
+
+    def release(self) -> None:
+        self._gate.release()
+        raise KeyboardInterrupt
+
+
+class InterruptedQueue(deque[Any]):
+    def popleft(self) -> Any:
+        super().popleft()
+        raise KeyboardInterrupt
+
+    def __getitem__(self, index: Any) -> Any:
+        thread, gate = super().__getitem__(index)
+        return thread, InterruptedGate(gate)
+
+
+def test_an_interrupt_while_a_turn_is_passed_on_loses_no_thread() -> None:
+    lock, order = TurnLock(), []
+    lock._waiting = InterruptedQueue()
+
+    def take(name: str) -> None:
+        with contextlib.suppress(KeyboardInterrupt), lock:
+            order.append(name)
+
+    threads = [threading.Thread(target=take, args=[name], daemon=True) for name in "ab"]
+    with contextlib.suppress(KeyboardInterrupt), lock:
+        for count, thread in enumerate(threads, 1):
+            thread.start()
+            while len(lock._waiting) < count:
+                pass
+    for thread in threads:
+        thread.join(60)
+    assert order == ["a", "b"] and lock._owner is None and not lock._waiting
 
 
 @pytest.fixture

@@ -133,6 +133,45 @@ def test_what_ends_with_a_stop_token_is_kept_though_a_step_was_launched_ahead(tm
     assert cached == (len(PROMPT) + len(ended) - 1) // 4 * 4
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_what_has_not_ended_when_an_engine_is_closed_is_kept(tmp_path, folder, cancelled):
+    """Or was cancelled, and had no turn since."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    llm = engine(folder, tmp_path, async_scheduling=True)
+    [request] = llm.engine.submit([(None, PROMPT)], [params], lambda request: None)
+    said = request.result.outputs[0].token_ids
+    while len(said) < 20:
+        llm.engine.step()
+    if cancelled:
+        llm.engine.abort_later(request)
+    llm.close()
+    with engine(folder, tmp_path) as llm:
+        [(_, cached)] = outputs(llm, [[*PROMPT, *said, 5]], 1)
+    assert cached == (len(PROMPT) + len(said) - 1) // 4 * 4
+
+
+def test_a_step_that_fails_behind_the_last_request_fails_nothing(tmp_path, folder, caplog):
+    """It was launched before the last token of the request was known, and its output goes nowhere."""
+    with engine(folder, tmp_path, async_scheduling=True) as llm:
+        [(said, _)] = outputs(llm, [PROMPT], 40)
+        runner = llm.engine._runner
+        collect = runner.collect
+
+        def failing(ticket: Any) -> Any:
+            if not llm.engine.has_open:
+                raise RuntimeError("the device is lost")
+            return collect(ticket)
+
+        runner.collect = failing
+        stops = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, stop_token_ids=[said[30]])
+        [answer] = llm.generate([{"prompt_token_ids": PROMPT}], stops)
+        assert answer.finished and answer.outputs[0].token_ids == said[: said.index(said[30]) + 1]
+        assert "KV tiers do not get all of its KV" in caplog.text
+        runner.collect = collect
+        [(again, _)] = outputs(llm, [PROMPT], 40)
+        assert again == said
+
+
 @pytest.mark.nightly
 def test_an_engine_of_one_request_loads_too(tmp_path):
     """Its pool has room for loads beside the longest request."""

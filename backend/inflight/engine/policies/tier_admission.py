@@ -95,12 +95,11 @@ class TierAdmission(EngineListener):
     """Implements `AdmissionPolicy`: `inner`, whose requests that may start wait for their KV, if that pays."""
 
     def __init__(self, inner: AdmissionPolicy, loads: Loads) -> None:
-        self._inner = inner
-        self._loads = loads
-        self._tiers = loads.tiers
+        self._inner, self._loads, self._tiers = inner, loads, loads.tiers
         self._visits: dict[Request, _Visit] = {}
         self._cost = OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
+        self._will_tell = False  # a first prompt is about to be computed: until it is, others wait
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
@@ -118,11 +117,15 @@ class TierAdmission(EngineListener):
         if self._is_coming(visit, request, prefix):
             return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
         self._end(visit, request)
-        return self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
+        answer = self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
+        num_left = (visit.num_blocks - len(prefix)) * pool.block_size
+        self._will_tell |= answer is True and self._longest < _MEASURED_TOKENS <= num_left
+        return answer
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
         self._num_steps += 1
+        self._will_tell &= not out.num_prompt_tokens
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
             for row, (slot, done, num) in enumerate(zip(out.slots, out.num_computed_tokens, out.num_scheduled_tokens)):
@@ -133,7 +136,7 @@ class TierAdmission(EngineListener):
                         self._longest = max(self._longest, min(end, 2 * (end - start)))
 
     def ended(self, request: Request) -> None:
-        visit = self._visits.pop(request, None)
+        visit, self._will_tell = self._visits.pop(request, None), False
         if visit is not None and not visit.is_over:
             self._end(visit, request)
 
@@ -304,7 +307,8 @@ class TierAdmission(EngineListener):
         """To compute the blocks of a request behind its first `num_cached`."""
         start, stop = (number * self._loads.pool.block_size for number in (num_cached, num_blocks))
         if self._longest < _MEASURED_TOKENS:
-            return (stop - start) * (_UNMEASURED_SECONDS if self._tiers.on_cores else _UNMEASURED_GPU_SECONDS)
+            guess = _UNMEASURED_SECONDS if self._tiers.on_cores else _UNMEASURED_GPU_SECONDS
+            return (stop - start) * (_LONGEST_WAIT if self._will_tell else guess)
         if stop > self._longest:  # short prompts do not tell what attention costs in long ones
             return self._cost.cost.recompute_seconds(0, self._longest) * (stop - start) / self._longest
         return self._cost.cost.recompute_seconds(start, stop)

@@ -47,10 +47,7 @@ class Loads(EngineListener):
     """
 
     def __init__(self, tiers: Tiers, pool: TieredPool, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tiers = tiers
-        self.pool = pool
-        self.clock = clock
-        self.num_lost = 0
+        self.tiers, self.pool, self.clock, self.num_lost = tiers, pool, clock, 0
         self._began = clock(), tiers.cpu_clock()  # the step that is made
         self._is_beside = False  # running requests
         self._left = math.inf  # CPU seconds that loads may still take in it

@@ -15,7 +15,7 @@ from inflight.engine.tiers.tiers import Tiers
 
 __all__ = ["TierWriter"]
 
-_EVERY = 8  # steps between two looks at a running request: at others that began with it in other steps
+_EVERY = 8  # steps between two looks at a running request; requests take turns by their ids
 
 
 class _Computed(NamedTuple):
@@ -38,8 +38,7 @@ class TierWriter(EngineListener):
     """
 
     def __init__(self, tiers: Tiers, pool: TieredPool) -> None:
-        self._tiers = tiers
-        self._pool = pool
+        self._tiers, self._pool = tiers, pool
         self._extent_blocks = tiers.extent_blocks
         self._extent_tokens = tiers.extent_blocks * pool.block_size
         self._num_kept: dict[Request, int] = {}  # running request -> its leading extents that were looked at

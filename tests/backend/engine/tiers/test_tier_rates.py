@@ -213,6 +213,28 @@ def test_a_new_engine_learns_what_computing_takes_while_a_conversation_waits(
     assert rig.tiers.num_hits == 7936
 
 
+@pytest.mark.parametrize(("rate", "num_loaded"), [(40e6, 2), (8e6, 0)])
+def test_a_new_engine_learns_from_the_first_of_many_that_wait(
+    monkeypatch: pytest.MonkeyPatch, rate: float, num_loaded: int
+) -> None:
+    """It guesses an eighth: the first conversation is given up, and what it takes to compute tells how long to wait."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    medium = Medium()
+    medium.rate = rate
+    rig = engine(medium)
+    conversations = [[13 + number, *PROMPT[:3000]] for number in range(3)]
+    for number, prompt in enumerate(conversations):
+        medium.extents.update(extents_of(prompt))
+        add(rig.core, number, prompt, max_tokens=1)
+    began = rig.now
+    while rig.core.has_work:
+        if not rig.core.step().stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    in_one = 3000 // BLOCK // EXTENT_BLOCKS * EXTENT_BLOCKS * BLOCK
+    assert num_loaded * in_one <= rig.tiers.num_hits < (num_loaded + 0.5) * in_one
+    assert rig.now - began < 1.05 * (3 - num_loaded) * 3000 * TOKEN_SECONDS + num_loaded * 0.2
+
+
 def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
     extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,6 +251,44 @@ def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
     medium.rate = 150e6
     first_token(rig, medium, PROMPT, 0)
     assert rig.tiers.num_hits == 1696 + 7936
+
+
+def test_a_new_engine_learns_that_it_waits_too_long(
+    extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It guesses eight times the time to compute, and the medium takes less than that, but twice the time itself."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS * 8)
+    medium = Medium()
+    medium.rate = TOKEN_BYTES / TOKEN_SECONDS / 2
+    rig = engine(medium)
+    medium.extents = dict(extents)
+    for number in (1, 2):
+        add(rig.core, number, [11 + number, *PROMPT[:511]], max_tokens=1)
+    others = 2 * 512 * TOKEN_SECONDS
+    assert first_token(rig, medium, PROMPT, 0) < others + 1.1 * len(PROMPT) * TOKEN_SECONDS
+    assert 0 < rig.tiers.num_hits < 7936 / 2
+
+
+def test_no_request_waits_longer_than_a_minute(extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The only prompt that was computed took a thousand times as long as any other one will."""
+    monkeypatch.setitem(globals(), "HELD_POLL_SECONDS", 0.05)  # fewer steps
+    medium = Medium()
+    medium.rate = 0.5e6
+    rig = engine(medium)
+    execute = rig.runner.execute
+
+    def late(out: Any, prepared: None) -> Any:
+        step = execute(out, prepared)
+        medium.pass_time(1000 * out.num_prompt_tokens * TOKEN_SECONDS)
+        step.ended = rig.now
+        return step
+
+    rig.runner.execute = late  # type: ignore[method-assign]
+    first_token(rig, medium, [12, *PROMPT[:600]], 1)
+    rig.runner.execute = execute  # type: ignore[method-assign]
+    medium.extents = dict(extents)
+    assert 60 < first_token(rig, medium, PROMPT, 0) < 61 + len(PROMPT) * TOKEN_SECONDS
+    assert 0 < rig.tiers.num_hits < 7936
 
 
 def seconds_of(

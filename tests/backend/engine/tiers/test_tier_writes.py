@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import nullcontext
 from queue import Empty, SimpleQueue
 from types import SimpleNamespace
 from typing import Any
@@ -207,7 +208,7 @@ def test_what_the_last_request_leaves_is_kept_though_the_engine_ends_beside_a_st
     """Ended by a stop token, which a step launched ahead did not know of, or by the end of the engine."""
     store = MemoryStore()
     rig = rig_of(store, async_scheduling=True)
-    said = answer(PROMPT, 9)
+    said = answer(PROMPT, 11)  # the step in flight fills a block
     stops = [said[-1]] if ends else []
     add(rig.core, 0, PROMPT, max_tokens=40, ignore_eos=True, stop_token_ids=stops)
     while len(rig.outputs.get((0, 0), [])) < len(said):
@@ -215,9 +216,74 @@ def test_what_the_last_request_leaves_is_kept_though_the_engine_ends_beside_a_st
     assert rig.reasons == ({(0, 0): "stop"} if ends else {}) and rig.core.has_work
     with mock.patch.object(rig.tiers, "close", lambda: rig.hand.run(99)):
         worker._close(worker.Engine(rig.core, None))
+    expect_kept(rig, store, said)
+
+
+def expect_kept(rig: TieredRig, store: MemoryStore, said: list[int]) -> None:
+    """All full blocks of the prompt and this part of its answer, and nothing behind them."""
     tokens = [*PROMPT, *said]
-    assert rig.payloads(tokens[: len(tokens) // 4 * 4]).keys() & store.extents.keys()
+    assert [*rig.payloads(tokens[: len(tokens) // 4 * 4])][-1] in store.extents
     assert store.extents.keys() <= rig.payloads(tokens).keys()
+
+
+class KVEventsOf:
+    """KV events that only end."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.num_closed, self._fails = 0, fails
+
+    def close(self) -> None:
+        self.num_closed += 1
+        if self._fails:
+            raise OSError("the socket is gone")
+
+
+def test_what_was_kept_is_written_though_the_owner_dies_beside_a_step():
+    """Its pipe breaks before the engine hears of it; the tokens are lost, and the next engine reads the tiers."""
+    store, events = MemoryStore(), KVEventsOf()
+    rig = rig_of(store, async_scheduling=True)
+    add(rig.core, 0, PROMPT, max_tokens=40, ignore_eos=True)
+    while not (given := rig.outputs.get((0, 0), [])):
+        rig.step()
+    said = answer(PROMPT, 11)
+    inbox: SimpleQueue = SimpleQueue()
+
+    def sent(frame: bytes) -> None:
+        message: Any = decode_to_frontend(frame)
+        if isinstance(message, StepMessage):
+            given.extend(token for delta in message.deltas for token in delta.token_ids)
+        if given == said:
+            inbox.put((frontend, Shutdown()))
+            raise BrokenPipeError(32, "Broken pipe")
+
+    frontend = Frontend(0, SimpleNamespace(send_bytes=sent))
+    frontends = Frontends(rig.core.live_ids, EngineReady(256, 199, [0], 256, 4, "float32", "cpu", "fake", 0.1))
+    frontends.join(frontend)
+    with mock.patch.object(rig.tiers, "close", lambda: rig.hand.run(99)):
+        engine = worker.Engine(rig.core, None, events)
+        worker._serve_and_close(engine, frontends, inbox, Heartbeat(Heartbeat.create(8), 8))
+    assert events.num_closed == 1
+    expect_kept(rig, store, said)
+
+
+@pytest.mark.parametrize("fails", ["a step", "KV events"])
+def test_tiers_are_closed_whatever_fails_at_the_end(fails):
+    store, events = MemoryStore(), KVEventsOf(fails == "KV events")
+    rig = rig_of(store, async_scheduling=True)
+    add(rig.core, 0, PROMPT, max_tokens=40, ignore_eos=True)
+    while len(rig.outputs.get((0, 0), [])) < 3:
+        rig.step()
+    assert rig.core.has_work and not store.extents
+    failing = (
+        {"side_effect": RuntimeError("the device is lost")} if fails == "a step" else {"wraps": rig.runner.collect}
+    )
+    with (
+        mock.patch.object(rig.runner, "collect", **failing),
+        mock.patch.object(rig.tiers, "close", lambda: rig.hand.run(99)),
+        nullcontext() if fails == "a step" else pytest.raises(OSError, match="the socket is gone"),
+    ):
+        worker._close(worker.Engine(rig.core, None, events))
+    assert events.num_closed == 1 and store.extents
 
 
 @pytest.mark.parametrize(("length", "num_kept"), [(12, 0), (16, 1), (27, 1)])
