@@ -78,7 +78,7 @@ class SupervisorRig:
         self.supervisor._watchdog._timeout = seconds
 
     def is_stopped(self) -> bool:
-        """Whether the engine process is (SIGSTOP)."""
+        """Whether SIGSTOP has stopped the engine process."""
         pid = self.supervisor.pid
         return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

@@ -194,7 +194,7 @@ def test_a_disk_that_can_only_be_read_is_read(disk: Path) -> None:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Descriptors of this process, and what each is."""
+    """Descriptors of this process, each with its file."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the list itself
