@@ -38,7 +38,7 @@ def tokens(client: Client, **options: Any) -> list[int]:
 
 
 def text_of(tokens: list[int]) -> str:
-    """What a request without a length gives."""
+    """The text of a request without a length."""
     return TOKENIZER.decode(tokens[: tokens.index(0) if 0 in tokens[:16] else 16])
 
 

@@ -39,7 +39,7 @@ def is_right(store: RedisStore, number: int) -> bool:
 
 
 def answered(call: Callable[[], _T]) -> _T:
-    """What it returns; a server that goes on may answer late, and is asked again."""
+    """The result of a call; a server that goes on may answer late, and is asked again."""
     while True:
         with contextlib.suppress(TimeoutError):
             return call()
