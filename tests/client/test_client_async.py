@@ -106,14 +106,18 @@ async def test_another_task_can_cancel_before_the_first_token(
     stream = aclient.stream(script(key, tokens=500, delay=0.02, held=True), max_tokens=500)
 
     async def cancel() -> None:
-        await asyncio.to_thread(seen, key, lambda report: report.get("running") == 1)
-        stream.cancel()
+        try:
+            await asyncio.to_thread(seen, key, lambda report: report.get("running") == 1)
+        finally:
+            stream.cancel()
 
     other = asyncio.create_task(cancel())
-    with pytest.raises(RequestCancelledError):
-        await anext(stream)
+    try:
+        with pytest.raises(RequestCancelledError):
+            await anext(stream)
+    finally:
+        await asyncio.to_thread(release, key)
     await other
-    await asyncio.to_thread(release, key)
     await asyncio.to_thread(seen, key, lambda report: report["cancelled"] == 1)
 
 

@@ -172,14 +172,20 @@ def test_another_thread_can_cancel_before_the_first_token(
     stream = client.stream(script(key, words=["late"] * 500, delay=0.02, held=True), max_tokens=500)
 
     def cancel() -> None:
-        seen(key, lambda report: report.get("running") == 1)
-        stream.cancel()
+        try:
+            seen(key, lambda report: report.get("running") == 1)
+        finally:
+            stream.cancel()
 
-    threading.Thread(target=cancel, daemon=True).start()
-    with pytest.raises(RequestCancelledError) as caught:
-        next(stream)
+    with ThreadPoolExecutor() as threads:
+        other = threads.submit(cancel)
+        try:
+            with pytest.raises(RequestCancelledError) as caught:
+                next(stream)
+        finally:
+            release(key)
+        other.result()
     assert caught.value.partial is None
-    release(key)
     seen(key, lambda report: report["cancelled"] == 1)
 
 

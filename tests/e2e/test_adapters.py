@@ -10,9 +10,8 @@ import os
 import queue
 import shutil
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,28 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from adapter_folders import write_adapter
+from adapter_requests import (
+    LARGE,
+    LONG,
+    PROMPT,
+    TOKENIZER,
+    asked,
+    control,
+    generated,
+    ids,
+    next_engine,
+    options,
+    stops_in_load,
+    tensor,
+    text_of,
+    tokens,
+)
 from adapters import merged_checkpoint
 from checkpoints import greedy_reference
-from frontend_rig import demo_tokenizer
 from guarded_entry import KEY
 from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
 from openai import NotFoundError, OpenAI
-from processes_of import engine_process, engine_processes, model_processes, run_in_turns, slowed, stubs
+from processes_of import engine_process, model_processes, run_in_turns, slowed, stubs
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tritonclient.utils import InferenceServerException
@@ -43,13 +57,8 @@ from inflight_tools.gateway_process import GatewayProcess
 from inflight_tools.launcher import TritonServer
 from inflight_tools.ports import pick_ports
 
-TOKENIZER = demo_tokenizer()
-PROMPT = "the list of names"
-GREEDY = {"temperature": "0", "top_p": "1"}
 TWO = CONFIG + "instance_group [ { kind: KIND_CPU, count: 2 } ]\n"
-LONG = 160  # tokens of streams that are open while adapters are loaded
 NAMES = ("doll", "sheep", "other", "again", "volatile")
-LARGE = 15 << 20  # bytes of a header that an engine reads for many milliseconds
 
 
 @pytest.fixture(scope="module")
@@ -96,58 +105,7 @@ def client(dressed: TritonServer) -> Iterator[Client]:
         yield client
 
 
-def ids(client: Client) -> dict[str, str]:
-    found: dict[str, str] = client.model_info()["adapters"]
-    return found
-
-
-def tokens(client: Client, **options: Any) -> list[int]:
-    return client.generate(PROMPT, max_tokens=16, temperature=0, ignore_eos=True, **options).choices[0].token_ids
-
-
-def text_of(tokens: list[int]) -> str:
-    """What a request without a length gives."""
-    return TOKENIZER.decode(tokens[: tokens.index(0) if 0 in tokens[:16] else 16])
-
-
 # -- vllm_backend's ci/L0_multi_gpu_vllm/multi_lora ----------------------------------------------------
-
-
-def tensor(name: str, value: str | bool) -> grpcclient.InferInput:
-    is_text = isinstance(value, str)
-    found = grpcclient.InferInput(name, [1], "BYTES" if is_text else "BOOL")
-    found.set_data_from_numpy(np.array([value.encode()], dtype=object) if is_text else np.array([value]))
-    return found
-
-
-def asked(server: TritonServer, model: str, lora_name: str) -> Any:
-    """The result, or the error, of a request as that test sends it."""
-
-    answers: queue.Queue[Any] = queue.Queue()
-    inputs = [
-        tensor("text_input", PROMPT),
-        tensor("stream", False),
-        tensor("sampling_parameters", json.dumps({**GREEDY, "lora_name": lora_name})),
-        tensor("exclude_input_in_output", True),
-    ]
-    with grpcclient.InferenceServerClient(server.grpc_address) as one:
-        one.start_stream(lambda result, error: answers.put(error or result))
-        one.async_stream_infer(model, inputs, request_id="0", parameters=GREEDY)
-        one.stop_stream()
-    return answers.get(timeout=30)
-
-
-def generated(server: TritonServer, model: str, lora_name: str) -> dict[str, Any]:
-    parameters = {
-        "stream": False,
-        "temperature": 0,
-        "top_p": 1,
-        "lora_name": lora_name,
-        "exclude_input_in_output": True,
-    }
-    url = f"http://{server.http_address}/v2/models/{model}/generate"
-    _, answer = post(url, {"text_input": PROMPT, "parameters": parameters})
-    return dict(json.loads(answer))
 
 
 def test_multi_lora_requests(dressed: TritonServer, expected: dict[str | None, list[int]]) -> None:
@@ -222,17 +180,7 @@ def test_the_content_is_told_on_request(dressed: TritonServer, client: Client) -
         assert not any("lora_digest" in chunk for chunk in stream.answers["b"].chunks)
 
 
-def options(count: int) -> dict[str, Any]:
-    """Of a stream of so many tokens."""
-    sampling = {"max_tokens": count, "temperature": 0, "ignore_eos": True}
-    return {"stream": True, "return_token_ids": True, "sampling_parameters": sampling}
-
-
 # -- control -------------------------------------------------------------------------------------------
-
-
-def control(client: Client, name: str, key: str | None = KEY, **parameters: Any) -> dict[str, Any]:
-    return dict(json.loads(client.control(name, admin_key=key, parameters=parameters)))
 
 
 def test_loads_need_the_key(client: Client, root: Path) -> None:
@@ -401,25 +349,6 @@ def test_streams_of_all_adapters_survive_the_engine(
             assert stream.answers[key].error is None
             assert stream.answers[key].token_ids == expected[name]
     assert gauges(dressed.metrics_address, "dressed")["inflight_requests_replayed_total"] == len(sent)
-
-
-def next_engine(server: TritonServer, old: psutil.Process) -> psutil.Process | None:
-    return next((one for one in engine_processes(server, "dressed") if one != old), None)
-
-
-def stops_in_load(engine: psutil.Process, is_late: Callable[[], bool] = lambda: False) -> bool:
-    """Let it run for moments until it has opened an adapter with a large header, and leave it stopped, even if late."""
-
-    def loads() -> bool:
-        sizes = []
-        for file in Path(f"/proc/{engine.pid}/fd").iterdir():
-            with suppress(OSError):  # closed before it was stopped
-                if os.readlink(file).endswith("adapter_model.safetensors"):
-                    sizes.append(file.stat().st_size)
-        return any(size > LARGE for size in sizes)
-
-    run_in_turns(engine, lambda seconds: loads() or is_late(), seconds=0.005)
-    return loads()
 
 
 @pytest.mark.nightly

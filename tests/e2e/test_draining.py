@@ -7,7 +7,8 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import psutil
 import pytest
 import tritonclient.grpc as grpcclient
 from fake_repository import FAKE_CONFIG, fake_options
+from frontend_rig import write_orders
 from model_entries import killed_at_the_end, load, write_entry
 from processes_of import model_processes, stubs
 from wire import wait_for
@@ -30,19 +32,37 @@ KEY = "a-key-of-the-test"
 KEY_HEADERS = grpc_metadata(KEY)
 PROMPT = "the list of names"
 MODELS = ["asked", "signalled", "unloaded", "reloaded", "stopped"]
+SLOW, HELD = "delay=0.05", "hold=3"
 DRAIN_SECONDS = {"asked": 4.0, "unloaded": 0.5, "reloaded": 0.5}  # of models whose requests outlive them
 
 
 @pytest.fixture(scope="module")
-def server(triton_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Orders for the engines."""
+    return tmp_path_factory.mktemp("control") / "control.json"
+
+
+@pytest.fixture
+def release(control: Path) -> Iterator[Callable[[], None]]:
+    """Lets the requests go on that are held (`HELD`)."""
+
+    def go() -> None:
+        write_orders(control, go="")
+
+    yield go
+    control.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="module")
+def server(triton_installed: None, control: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
     """With a model for each test, named after it, since a drained instance takes no more requests."""
     folder = tmp_path_factory.mktemp("draining")
-    repository = folder / "repository"
+    repository, variables = folder / "repository", {"FAKE_ENGINE_CONTROL": str(control)}
     for name in MODELS:
-        timeout = DRAIN_SECONDS.get(name, 60.0)
-        write_entry(repository, name, FAKE_CONFIG, **fake_options(folder), drain_timeout=timeout, spare_engine=False)
-    options: dict[str, Any] = {"model_control_mode": "explicit", "load_models": MODELS, "exit_timeout": 20}
-    with killed_at_the_end(TritonServer(repository, admin_key=KEY, **options)) as server:
+        timeout, options = DRAIN_SECONDS.get(name, 60.0), fake_options(folder, variables) | {"spare_engine": False}
+        write_entry(repository, name, FAKE_CONFIG, **options, drain_timeout=timeout)
+    how: dict[str, Any] = {"model_control_mode": "explicit", "load_models": MODELS, "exit_timeout": 20}
+    with killed_at_the_end(TritonServer(repository, admin_key=KEY, **how)) as server:
         yield server
 
 
@@ -52,14 +72,14 @@ def states(server: TritonServer, model: str) -> list[str]:
 
 
 class Reading:
-    """A stream that is read in a thread; `slow` makes the engine take that long for each of its tokens."""
+    """A stream that is read in a thread, with orders for the engine."""
 
-    def __init__(self, server: TritonServer, model: str, protocol: str, tokens: int, slow: float) -> None:
+    def __init__(self, server: TritonServer, model: str, protocol: str, tokens: int, orders: str = SLOW) -> None:
         url = server.grpc_address if protocol == "grpc" else server.http_address
         self.text, self.error = "", ""
         self.began = threading.Event()
         self._client = Client(url, protocol=protocol, model=model, retries=ONCE)  # type: ignore[arg-type]
-        self._stream = self._client.stream(PROMPT, max_tokens=tokens, tenant=f"delay={slow}")
+        self._stream = self._client.stream(PROMPT, max_tokens=tokens, tenant=orders)
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
         assert self.began.wait(30)
@@ -96,12 +116,13 @@ def refused(server: TritonServer, model: str) -> str:
     return caught.value.message
 
 
-def test_a_control_request_drains_and_tells_how_it_went(server: TritonServer) -> None:
-    short, long = Reading(server, "asked", "grpc", 8, 0.05), Reading(server, "asked", "http", 2000, 0.05)
+def test_a_control_request_drains_and_tells_how_it_went(server: TritonServer, release: Callable[[], None]) -> None:
+    short, long = Reading(server, "asked", "grpc", 8, HELD), Reading(server, "asked", "http", 2000)
     answer: dict[str, Any] = {}
     asking = threading.Thread(target=lambda: answer.update(control_of(server, "asked", "drain")))
     asking.start()
     wait_for(lambda: states(server, "asked") == ["draining"])
+    release()
     assert "is draining: it takes no new requests; retry in " in refused(server, "asked")
     asking.join(30)
     assert (answer["finished"], answer["ended"]) == (1, 1)
@@ -110,26 +131,29 @@ def test_a_control_request_drains_and_tells_how_it_went(server: TritonServer) ->
     assert control_of(server, "asked", "stats")["state"] == "drained"
 
 
-def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(server: TritonServer) -> None:
+def test_sigterm_to_every_process_of_the_model_drains_and_costs_no_token(
+    server: TritonServer, release: Callable[[], None]
+) -> None:
     """As by a service manager that signals a whole control group."""
-    streams = [Reading(server, "signalled", protocol, 12, 0.02) for protocol in ("grpc", "http")]
+    streams = [Reading(server, "signalled", protocol, 12, HELD) for protocol in ("grpc", "http")]
     for process in model_processes(server, "signalled"):
         process.terminate()
     wait_for(lambda: "serving" not in states(server, "signalled"))
     assert "is draining" in refused(server, "signalled")
+    release()
     assert [stream.wait().error for stream in streams] == ["", ""]
     wait_for(lambda: states(server, "signalled") == ["drained"])
 
 
 def test_an_unload_drains(server: TritonServer) -> None:
-    stream = Reading(server, "unloaded", "grpc", 2000, 0.05)
+    stream = Reading(server, "unloaded", "grpc", 2000)
     with grpcclient.InferenceServerClient(server.grpc_address) as control:
         control.unload_model("unloaded", headers=KEY_HEADERS)
     assert "drain_timeout=0.5 s" in stream.wait().error and stream.text
 
 
 def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: TritonServer) -> None:
-    stream = Reading(server, "reloaded", "grpc", 2000, 0.05)
+    stream = Reading(server, "reloaded", "grpc", 2000)
     config = {
         "backend": "inflight",
         "instance_group": [{"kind": "KIND_CPU"}],
@@ -140,18 +164,26 @@ def test_a_reload_ends_the_requests_of_the_instance_that_it_replaces(server: Tri
     processes = [psutil.Process(stub) for stub in stubs(server, "reloaded")]
     assert [process.net_connections("inet") for process in processes] == [[], []], "a stub holds no port of the server"
     assert max(process.num_fds() for process in processes) < 60, "nor the 130 sockets of its threads"
-    new = Reading(server, "reloaded", "grpc", 10, 0.05)  # the new instance notices that it serves
+    new = Reading(server, "reloaded", "grpc", 10)  # the new instance notices that it serves
     assert "drain_timeout=0.5 s" in stream.wait().error
     assert not new.wait().error
     wait_for(lambda: states(server, "reloaded") == ["serving"])
 
 
-def test_the_launcher_drains_before_it_stops_and_leaves_nothing(server: TritonServer) -> None:
+def test_the_launcher_drains_before_it_stops_and_leaves_nothing(
+    server: TritonServer, release: Callable[[], None]
+) -> None:
     """Runs last, because it stops the server."""
     assert server.process is not None
     session, runtime_dir = server.process.pid, server._runtime_dir
-    streams = [Reading(server, "stopped", protocol, 20, 0.05) for protocol in ("grpc", "http")]
-    server.stop()
+    streams = [Reading(server, "stopped", protocol, 20, HELD) for protocol in ("grpc", "http")]
+    with ThreadPoolExecutor() as threads:
+        stopping = threads.submit(server.stop)
+        try:
+            wait_for(lambda: states(server, "stopped") == ["draining"])
+        finally:
+            release()
+        stopping.result()
     assert [stream.wait().error for stream in streams] == ["", ""]
     deadline = time.monotonic() + 20  # the last one was killed, and takes a moment to be gone
     while session_members(session):

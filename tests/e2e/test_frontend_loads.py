@@ -11,6 +11,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from fake_clients import BACKEND_ERROR, PROMPT, Grpc, flags, joined, post, slow, text
 from fake_repository import FAKE_CONFIG, fake_options
+from frontend_rig import write_orders
 from model_entries import load, loaded, wait_unloaded, write_entry
 from tritonclient.utils import InferenceServerException
 from wire import wait_for
@@ -65,7 +66,7 @@ def test_with_a_health_check_no_request_waits_for_an_engine(checked: TritonServe
         return post(checked, "generate", {"text_input": PROMPT, **changes}, model="checked")
 
     assert asked()[0] == 200
-    control.write_text('{"start": "fail"}')
+    write_orders(control, start="fail")
     asked(tenant="crash=2", max_tokens=9)
     for _ in range(3):
         status, answer = asked()

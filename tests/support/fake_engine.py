@@ -68,6 +68,7 @@ VOCAB_SIZE = 2560
 EOS = 0
 MAX_MODEL_LEN = 2048
 _MAX_FRONTENDS = 4
+_LONG = 600  # seconds: longer than any test waits
 
 
 def orders(tenant: str) -> dict[str, str]:
@@ -104,10 +105,10 @@ class FakeSequence:
         self.prompt_entries = [[], *([(p, -2.0, 3)] for p in prompt[1:])] if wants_prompt else None
 
     @property
-    def is_held(self) -> bool:
+    def is_at_its_limit(self) -> bool:
         given = {"hold": 0, "pause": self.start, "follow": self.start}
         limits = [int(self.orders[name]) + count for name, count in given.items() if name in self.orders]
-        return any(self.done >= limit for limit in limits) and "go" not in control()
+        return any(self.done >= limit for limit in limits)
 
     def step(self) -> SequenceDelta:
         """As the real engine's: a prompt's log probabilities come chunk by chunk, with the first sequence that runs."""
@@ -198,7 +199,9 @@ class FakeEngine:
         self.send(StepMessage(deltas, stats, failed=list(failed), leads=self.leads))
 
     def step(self) -> None:
-        batch = [sequence for sequence in self.running if not sequence.is_held]
+        batch = [sequence for sequence in self.running if not sequence.is_at_its_limit]
+        if len(batch) < len(self.running) and "go" in control():
+            batch = self.running
         if not batch:
             time.sleep(0.002)
             return
@@ -220,10 +223,10 @@ class FakeEngine:
             if "stop" in due:
                 signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread makes no more tokens
             if "hang" in due:
-                time.sleep(60)
+                time.sleep(_LONG)
             if "nonsense" in due:
                 self.connection.send_bytes(b"nonsense")
-                time.sleep(60)
+                time.sleep(_LONG)
             if "fail" in due:
                 self.owner.send_bytes(encode(EngineFailed("engine step failed: told to")))
                 os._exit(1)
@@ -276,7 +279,7 @@ def prepare(connection: Connection) -> None:
     """As the imports of the real one; some leave threads, and some sandboxes allow no pidfd."""
     connection.recv_bytes()
     for _ in range(int(os.environ.get("FAKE_ENGINE_THREADS", "0"))):
-        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+        threading.Thread(target=time.sleep, args=(_LONG,), daemon=True).start()
     if "FAKE_ENGINE_NO_PIDFD" in os.environ:
         os.pidfd_open = forbidden
 
@@ -313,7 +316,7 @@ def main() -> int:
         if start == "exit":
             return 7
         if start == "hang":
-            time.sleep(60)
+            time.sleep(_LONG)
         if start in ("fail", "fatal"):
             connection.send_bytes(encode(EngineFailed(f"told to {start}", fatal=start == "fatal")))
             return 1

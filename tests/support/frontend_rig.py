@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
@@ -24,6 +25,22 @@ from inflight.frontend.text.tokenizer import Tokenizer
 TESTS = Path(__file__).parents[1]
 CHECKPOINT = TESTS.parent / "model_repository" / "demo" / "1" / "checkpoint"
 FAKE_ENGINE = [sys.executable, str(TESTS / "support" / "fake_engine.py")]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
+    """The condition's first true value."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "the condition never became true"
+        time.sleep(0.005)
+    return value
+
+
+def write_orders(control: Path, **orders: str) -> None:
+    """Write the control file of a fake engine, which may be reading it."""
+    written = control.with_suffix(".new")
+    written.write_text(json.dumps(orders))
+    written.rename(control)
 
 
 def demo_tokenizer() -> Tokenizer:

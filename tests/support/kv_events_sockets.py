@@ -9,7 +9,6 @@ from typing import Any
 
 from inflight.engine.kv_events.publisher import ZmqPublisher
 from inflight.kv_events_config import KVEventsConfig
-from inflight_tools.ports import pick_ports
 
 
 @contextmanager
@@ -21,8 +20,3 @@ def publishing(
         yield made
     finally:
         made.close()
-
-
-def free_port() -> int:
-    """A port on which no server listens, and which the system gives to no outgoing connection."""
-    return pick_ports(1)[0]

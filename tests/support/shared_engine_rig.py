@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from frontend_rig import FAKE_ENGINE
+from frontend_rig import FAKE_ENGINE, wait_for, write_orders
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import AddRequest, EngineReady, StepMessage, encode
@@ -30,14 +27,6 @@ __all__ = [
 ]
 
 CONFIG = EngineConfig(model="fake", spare_engine=False)
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never held"
-        time.sleep(0.005)
-    return value
 
 
 def alive(pid: int) -> bool:
@@ -67,9 +56,7 @@ class Place:
         return group
 
     def order(self, **orders: str) -> None:
-        written = self.control.with_suffix(".new")  # the engine may be reading
-        written.write_text(json.dumps(orders))
-        written.rename(self.control)
+        write_orders(self.control, **orders)
 
     def processes(self) -> list[int]:
         """Ids of the processes with this place's control file."""

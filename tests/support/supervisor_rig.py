@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import psutil
-from frontend_rig import FAKE_ENGINE, RecordingClient, RecordingStats, demo_tokenizer, make_request
+from frontend_rig import (
+    FAKE_ENGINE,
+    RecordingClient,
+    RecordingStats,
+    demo_tokenizer,
+    make_request,
+    wait_for,
+    write_orders,
+)
 
 from inflight.config import EngineConfig
 from inflight.engine.messages import DumpTrace
@@ -18,6 +23,8 @@ from inflight.frontend.engine_client.restart_policy import RestartPolicy
 from inflight.frontend.engine_client.shared_engine import EngineGroup
 from inflight.frontend.engine_client.supervisor import Supervisor
 from inflight.frontend.output.output_processor import OutputProcessor
+
+__all__ = ["PROMPT", "TOKENIZER", "SupervisorRig", "alive", "tokens", "wait_for"]
 
 TOKENIZER = demo_tokenizer()
 PROMPT = TOKENIZER.encode("the list of names")
@@ -28,14 +35,6 @@ def alive(pid: int) -> bool:
         return bool(psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD))
     except psutil.NoSuchProcess:
         return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 60) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "the condition never became true"
-        time.sleep(0.005)
-    return value
 
 
 class SupervisorRig:
@@ -71,9 +70,17 @@ class SupervisorRig:
         return self
 
     def order(self, **orders: str) -> None:
-        written = self.control.with_suffix(".new")  # the engine may be reading
-        written.write_text(json.dumps(orders))
-        written.rename(self.control)
+        write_orders(self.control, **orders)
+
+    def watch(self, seconds: float) -> None:
+        """From now on, an engine without a heartbeat for so long hangs."""
+        self.supervisor._watchdog.interval = 0.1
+        self.supervisor._watchdog._timeout = seconds
+
+    def is_stopped(self) -> bool:
+        """Whether SIGSTOP has stopped the engine process."""
+        pid = self.supervisor.pid
+        return pid is not None and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
     def open(self, orders: str = "", stream: bool = True, **params: Any) -> RecordingClient:
         client = RecordingClient()

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import zmq
 from kv_events_rig import SECONDS, Ear, Subscriber, number
-from kv_events_sockets import free_port, publishing
+from kv_events_sockets import publishing
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.kv_events import publisher as publisher_module
@@ -24,6 +24,7 @@ from inflight.engine.kv_events.endpoint import of_rank
 from inflight.engine.kv_events.known_blocks import Change, Cleared, Removed, Stored
 from inflight.engine.kv_events.kv_events import make_kv_events
 from inflight.engine.kv_events.publisher import ZmqPublisher
+from inflight_tools.ports import pick_ports
 
 END = b"\xff" * 8
 
@@ -242,7 +243,7 @@ def test_a_batch_that_cannot_be_published_costs_no_other(endpoint, monkeypatch):
 
 
 def test_an_engine_that_is_killed_is_forgotten_once_the_next_one_publishes(tmp_path):
-    endpoint, port = "tcp://127.0.0.1:{}", free_port()
+    endpoint, (port,) = "tcp://127.0.0.1:{}", pick_ports(1)
     script = (
         "import sys, signal\nfrom kv_events_sockets import publishing\nfrom test_publisher import stored\n"
         "with publishing(f'tcp://lo:{sys.argv[1]}') as engine:\n"
@@ -276,7 +277,7 @@ def test_an_engine_that_ends_says_so(endpoint):
 def test_an_address_that_another_engine_still_has_is_taken_over(kind, endpoint, monkeypatch, caplog):
     """After a reload, the old engine answers its last requests."""
     monkeypatch.setattr(publisher_module, "_RETRY_SECONDS", 0.02)
-    port = free_port()
+    (port,) = pick_ports(1)
     address = f"tcp://lo:{port}" if kind == "tcp" else endpoint
     with (
         closing(Ear(address.replace("lo", "127.0.0.1") if kind == "tcp" else address)) as ear,
@@ -439,7 +440,7 @@ def end(engine: ZmqPublisher, goes_on: threading.Event) -> None:
 
 
 def test_an_engine_can_connect_to_its_subscriber():
-    port = free_port()
+    (port,) = pick_ports(1)
     with closing(zmq.Context.instance().socket(zmq.SUB)) as central:
         central.setsockopt(zmq.RCVTIMEO, SECONDS)
         central.subscribe(b"")
@@ -455,7 +456,7 @@ def test_engines_of_one_model_have_ports_of_their_own():
     assert of_rank("tcp://*:5557", 0) == "tcp://*:5557"
     assert of_rank("tcp://[::1]:5557", 3) == "tcp://[::1]:5560"
     assert of_rank("ipc:///run/kv", 2) == "ipc:///run/kv_dp2"
-    port = free_port()
+    (port,) = pick_ports(1)
     with publishing(f"tcp://lo:{port - 1}", data_parallel_rank=1), closing(Ear(f"tcp://127.0.0.1:{port}")) as ear:
         ear.hear()
 

@@ -18,10 +18,11 @@ from typing import Any
 import msgspec
 import pytest
 from kv_events_rig import block_hashes
-from kv_events_sockets import free_port, publishing
+from kv_events_sockets import publishing
 
 from inflight.engine.kv_events.known_blocks import Cleared, EventBatch, KnownBlocks, Removed, Stored
 from inflight.engine.kv_events.publisher import ZmqPublisher
+from inflight_tools.ports import pick_ports
 
 pytestmark = pytest.mark.nightly
 
@@ -66,10 +67,10 @@ class Router:
     """vllm-router in front of two workers."""
 
     def __init__(self, stack: ExitStack, ports: list[int], events: list[int], replays: list[int]) -> None:
-        self.port = free_port()
+        self.port, prometheus = pick_ports(2)
         url = "http://127.0.0.1:{}".format
         command = [str(Path(sys.executable).with_name("vllm-router")), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--prometheus-port", str(free_port()), "--policy", "kv_aware", "--kv-event-model", MODEL]
+        command += ["--prometheus-port", str(prometheus), "--policy", "kv_aware", "--kv-event-model", MODEL]
         command += ["--worker-urls", *map(url, ports)]
         for port, event, replay in zip(ports, events, replays):
             command += ["--kv-event-source", f"{url(port)}=tcp://127.0.0.1:{event}"]
@@ -106,9 +107,11 @@ def test_vllm_router_follows_the_events_of_engines_also_when_one_is_replaced() -
         servers = [ThreadingHTTPServer(("127.0.0.1", 0), Worker) for _ in range(2)]
         for server in servers:
             threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.server_close)
             stack.callback(server.shutdown)
         a, b = ports = [server.server_address[1] for server in servers]
-        events, replays = [free_port() for _ in ports], [free_port() for _ in ports]
+        free = pick_ports(4)
+        events, replays = free[:2], free[2:]
 
         def engine(index: int) -> ZmqPublisher:
             endpoints = {"endpoint": f"tcp://lo:{events[index]}", "replay_endpoint": f"tcp://lo:{replays[index]}"}

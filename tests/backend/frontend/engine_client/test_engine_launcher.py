@@ -21,6 +21,7 @@ from inflight.config import EngineConfig
 from inflight.frontend.engine_client import fork_server_process
 from inflight.frontend.engine_client.engine_launcher import EngineLauncher
 from inflight.frontend.engine_client.engine_process import EngineStartError
+from inflight.frontend.engine_client.fork_server_process import ForkServerProcess
 from inflight.frontend.engine_client.supervisor import Supervisor
 
 
@@ -89,11 +90,12 @@ def test_a_fork_inherits_no_descriptor_of_the_stub_and_none_of_the_engines_befor
 
 def test_an_engine_outlives_its_fork_server_and_another_takes_its_place(rig: SupervisorRig) -> None:
     server, engine = fork_server_pid(rig), engine_pid(rig)
-    client = rig.open(orders="delay=0.002", max_tokens=100)
+    client = rig.open(orders="hold=8", max_tokens=100)
     wait_for(lambda: client.responses)
     rig.supervisor._watchdog.interval = 0.02
     kill(server)
     successor = wait_for(lambda: fork_server_pid(rig) != server and fork_server_pid(rig))
+    rig.order(go="")
     assert tokens(client.wait()) == echo(PROMPT, 100)
     assert rig.supervisor.pid == engine
     wait_for(lambda: rig.supervisor._launcher._fork_server.is_ready)  # type: ignore[union-attr]
@@ -137,6 +139,13 @@ def test_both_can_die_at_once(rig: SupervisorRig) -> None:
 
 
 def test_a_fork_server_that_hangs_is_replaced(rig: SupervisorRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    stop, seconds = ForkServerProcess.stop, fork_server_process._FORK_SECONDS
+
+    def stopped(server: ForkServerProcess) -> None:
+        monkeypatch.setattr(fork_server_process, "_FORK_SECONDS", seconds)  # its successor is only slow
+        stop(server)
+
+    monkeypatch.setattr(ForkServerProcess, "stop", stopped)
     monkeypatch.setattr(fork_server_process, "_FORK_SECONDS", 0.1)
     server, engine = fork_server_pid(rig), engine_pid(rig)
     os.kill(server, signal.SIGSTOP)

@@ -23,24 +23,29 @@ from inflight.frontend.engine_client.engine_process import EngineStartError
 from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
 
 
-def make_rigs(folder: Path, turn_seconds: float = 30.0, **config: Any) -> list[SupervisorRig]:
-    control, name = folder / "control.json", f"inflight-test-{uuid.uuid4().hex}"
-    env = {"FAKE_ENGINE_CONTROL": str(control)}
-    options = EngineConfig(model="fake", **config)
-    return [
-        SupervisorRig(
-            control, EngineGroup(options, FAKE_ENGINE, env, name, f"m_{k}", turn_seconds=turn_seconds), **config
-        ).start()
-        for k in range(3)
-    ]
+@pytest.fixture
+def make_rigs(tmp_path: Path) -> Iterator[Callable[..., list[SupervisorRig]]]:
+    """Makes three frontends, and stops them after the test."""
+    made: list[SupervisorRig] = []
+
+    def make(turn_seconds: float = 600.0, **config: Any) -> list[SupervisorRig]:
+        """With turns longer than any test waits: they end for another reason."""
+        control, name = tmp_path / "control.json", f"inflight-test-{uuid.uuid4().hex}"
+        env = {"FAKE_ENGINE_CONTROL": str(control)}
+        options = EngineConfig(model="fake", **config)
+        for k in range(3):
+            group = EngineGroup(options, FAKE_ENGINE, env, name, f"m_{k}", turn_seconds=turn_seconds)
+            made.append(SupervisorRig(control, group, **config).start())
+        return list(made)
+
+    yield make
+    for rig in made:
+        rig.stop()
 
 
 @pytest.fixture
-def rigs(tmp_path: Path) -> Iterator[list[SupervisorRig]]:
-    rigs = make_rigs(tmp_path)
-    yield rigs
-    for rig in rigs:
-        rig.stop()
+def rigs(make_rigs: Callable[..., list[SupervisorRig]]) -> list[SupervisorRig]:
+    return make_rigs()
 
 
 def kill(rigs: list[SupervisorRig]) -> None:
@@ -172,15 +177,13 @@ def test_a_frontend_that_goes_away_in_its_turn_gives_it_up(rigs: list[Supervisor
         assert tokens(client.wait()) == echo(PROMPT, 4)
 
 
-def test_a_turn_ends_in_time(tmp_path: Path) -> None:
-    rigs = make_rigs(tmp_path, turn_seconds=0.2)
+def test_a_turn_ends_in_time(make_rigs: Callable[..., list[SupervisorRig]]) -> None:
+    rigs = make_rigs(turn_seconds=0.2)
     slow = [rig.open(orders="hold=1", max_tokens=2) for rig in rigs[:2]]
     wait_for(lambda: all(client.responses for client in slow))
     kill(rigs)
     assert tokens(rigs[2].open(max_tokens=5).wait()) == echo(PROMPT, 5)
     assert not any(client.ended.is_set() for client in slow)
-    for rig in rigs:
-        rig.stop()
 
 
 def test_one_that_stops_takes_only_its_own_requests_along(rigs: list[SupervisorRig]) -> None:
@@ -212,15 +215,17 @@ def test_a_restart_that_fails_is_known_to_all_and_ends(rigs: list[SupervisorRig]
         assert tokens(rig.open(max_tokens=5).wait()) == echo(PROMPT, 5)
 
 
-def test_a_hang_under_one_frontends_request_is_detected_and_all_continue(tmp_path: Path) -> None:
-    rigs = make_rigs(tmp_path, engine_timeout=0.5)
+def test_a_hang_under_one_frontends_request_is_detected_and_all_continue(rigs: list[SupervisorRig]) -> None:
     clients = open_all(rigs, 2, "hold=8")
     wait_for(lambda: all(client.responses for client in clients))
     pid = rigs[0].supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     rigs[0].order(go="")
+    for rig in rigs:
+        rig.watch(0.5)
+    wait_for(lambda: all(rig.stats.deaths for rig in rigs))
+    for rig in rigs:
+        rig.watch(600)  # the next engine is only slow
     check_all(clients, 2)
     assert any("did not finish a step" in line for line in rigs[1].lines)
-    for rig in rigs:
-        rig.stop()

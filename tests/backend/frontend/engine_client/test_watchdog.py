@@ -98,10 +98,18 @@ def test_a_heartbeat_says_what_runs() -> None:
 
 @pytest.fixture
 def rig(tmp_path: Path) -> Iterator[SupervisorRig]:
-    rig = SupervisorRig(tmp_path / "control.json", engine_timeout=0.4).start()
+    rig = SupervisorRig(tmp_path / "control.json").start()
     rig.open(max_tokens=3).wait()
     yield rig
     rig.stop()
+
+
+def killed(rig: SupervisorRig) -> None:
+    """Wait until an engine that hangs is killed; one that is only slow is not."""
+    deaths = rig.stats.deaths
+    rig.watch(0.4)
+    wait_for(lambda: rig.stats.deaths > deaths)
+    rig.watch(600)
 
 
 def test_a_stopped_engine_is_killed_and_its_streams_go_on(rig: SupervisorRig) -> None:
@@ -111,6 +119,7 @@ def test_a_stopped_engine_is_killed_and_its_streams_go_on(rig: SupervisorRig) ->
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
     rig.order(go="")
+    killed(rig)
     for k, client in enumerate(clients):
         assert tokens(client.wait()) == echo(PROMPT, 200 + k)
     assert rig.supervisor.pid != pid
@@ -122,11 +131,14 @@ def test_an_idle_engine_is_left_alone_and_one_that_was_stopped_idle_is_replaced(
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
+    rig.watch(0.4)
     dog = rig.supervisor._watchdog
     checked = dog._checked
     wait_for(lambda: dog._checked > checked + 1)
     assert rig.supervisor.pid == pid
-    assert tokens(rig.open(max_tokens=4).wait()) == echo(PROMPT, 4)
+    client = rig.open(max_tokens=4)
+    killed(rig)
+    assert tokens(client.wait()) == echo(PROMPT, 4)
     assert rig.supervisor.pid != pid
 
 
@@ -134,13 +146,20 @@ def test_a_question_to_a_stopped_engine_is_work_too(rig: SupervisorRig) -> None:
     pid = rig.supervisor.pid
     assert pid is not None
     os.kill(pid, signal.SIGSTOP)
-    error = rig.ask().exception(timeout=20)
+    question = rig.ask()
+    rig.watch(0.4)
+    error = question.exception(timeout=60)
     assert "did not finish a step in 0.4 s" in str(error)
 
 
 def test_a_request_that_hangs_every_engine_fails_alone(rig: SupervisorRig) -> None:
-    other = rig.open(orders="delay=0.002", max_tokens=300)
-    error = rig.open(orders="hang=2", max_tokens=10).wait().error
+    other = rig.open(orders="follow=8", max_tokens=300)
+    poison = rig.open(orders="stop=2", max_tokens=10)
+    for _ in range(4):
+        wait_for(rig.is_stopped)
+        killed(rig)
+    rig.order(go="")
+    error = poison.wait().error
     assert error is not None
     assert "(it did not finish a step in 0.4 s (engine_timeout)); it is not replayed again (max_replays=2)" in error[1]
     assert tokens(other.wait()) == echo(PROMPT, 300)

@@ -29,7 +29,8 @@ from inflight.runner.tier_threads import TierThreads
 
 NAMESPACE = "0f" * 16
 SIZE = 2**20
-SECONDS = 0.3
+SECONDS = 30.0
+SILENT_SECONDS = 0.3  # for a call that gets no answer
 
 
 @pytest.fixture
@@ -55,6 +56,7 @@ def is_right(store: LMCacheStore, number: int) -> bool:
 def test_a_server_that_stops_times_out_and_goes_on(server: LMCacheServer, store: LMCacheStore) -> None:
     store.store(key(1), frames_of(content(1, SIZE)))
     server.stop()
+    store._seconds = SILENT_SECONDS
     calls: list[Callable[[], Any]] = [
         lambda: store.find([key(1)]),
         lambda: store.first_of([key(1)]),
@@ -65,26 +67,25 @@ def test_a_server_that_stops_times_out_and_goes_on(server: LMCacheServer, store:
         with pytest.raises(TimeoutError, match="LMCache did not answer"):
             call()
     server.go_on()
-    store = LMCacheStore(server.url, NAMESPACE, 30)
+    store._seconds = SECONDS
     assert is_right(store, 1), "and no answer to an earlier question"
     assert store.find([key(1), key(3)]) == 1
     assert store.store(key(2), frames_of(content(2, SIZE)))
     assert is_right(store, 2)
-    store.close()
 
 
 def test_a_server_that_is_killed_is_found_again(server: LMCacheServer, store: LMCacheStore, tmp_path: Path) -> None:
     store.store(key(1), frames_of(content(1, SIZE)))
     server.kill()
+    store._seconds = SILENT_SECONDS
     for call in (lambda: store.find([key(1)]), lambda: is_right(store, 1)):
         with pytest.raises(TimeoutError):
             call()
     with LMCacheServer(tmp_path, port=server.port):
-        store = LMCacheStore(server.url, NAMESPACE, 30)
+        store._seconds = SECONDS
         assert not is_right(store, 1)
         assert store.store(key(1), frames_of(content(1, SIZE)))
         assert is_right(store, 1)
-        store.close()
 
 
 def test_a_server_that_starts_anew_under_a_store_is_found_again(
@@ -93,8 +94,10 @@ def test_a_server_that_starts_anew_under_a_store_is_found_again(
     store.store(key(1), frames_of(content(1, SIZE)))
     server.kill()
     with LMCacheServer(tmp_path, port=server.port):
-        with contextlib.suppress(TimeoutError):  # for some seconds the new server does not know us, and is silent
+        store._seconds = SILENT_SECONDS
+        with contextlib.suppress(TimeoutError):  # the new server does not know us, and is silent
             store.store(key(2), frames_of(content(2, SIZE)))
+        store._seconds = SECONDS
         assert store.store(key(2), frames_of(content(2, SIZE)))
         assert is_right(store, 2)
         assert not is_right(store, 1)

@@ -373,6 +373,7 @@ def test_a_silent_stranger_and_a_reader_that_does_not_read_are_hung_up_on(
             except OSError:
                 pass
             assert len(rest_of(client)) < 200 * SIZE
+        monkeypatch.setattr(peer_server, "_SEND_SECONDS", 30.0)
         assert is_right(store, 1)
 
 
