@@ -10,9 +10,8 @@ from typing import Any
 
 __all__ = ["InterruptLater", "TurnLock"]
 
-# A signal that arrives between Python's last look at signals and the wait itself does not end the wait; only the next
-# look finds it.
-_POLL_S = 0.5
+# Between two looks at signals: one that arrives between the last look and the wait itself does not end the wait.
+_LOOK_SECONDS = 0.5
 
 
 class TurnLock:
@@ -39,7 +38,7 @@ class TurnLock:
                     return
                 self._waiting.append((me, gate))
             while self._owner != me:
-                gate.acquire(timeout=_POLL_S)
+                gate.acquire(timeout=_LOOK_SECONDS)
             self._leave_queue(me, gate)
         except BaseException:  # an interrupt: the turn goes to the next thread
             self._leave_queue(me, gate)
