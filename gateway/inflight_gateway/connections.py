@@ -132,17 +132,20 @@ class HeadWithBody:
             self._join(b"")
 
 
-class _UpToTheEnd:
-    """Stands for the length of a body that ends with its connection: to uvicorn, no body is longer or shorter."""
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the body of a response end with its connection: clients of HTTP/1.0 know no chunks.
 
-    def __lt__(self, other: object) -> bool:
-        return False
+    uvicorn compares a body that has none with a length that is known beforehand, so each part is counted in before it
+    is sent.
+    """
+    send, cycle.chunked_encoding = cycle.send, False
 
-    def __ne__(self, other: object) -> bool:
-        return False
+    async def send_counted(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length += len(message.get("body", b""))
+        await send(message)
 
-    def __sub__(self, other: object) -> _UpToTheEnd:
-        return self
+    cycle.send = send_counted  # type: ignore[method-assign]
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -231,8 +234,8 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) == waiting:  # it does not wait for an earlier one
             self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
-        if self.cycle.scope["http_version"] == "1.0":  # its clients know no chunks
-            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, cast(int, _UpToTheEnd())
+        if self.cycle.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         self._in_body = False
