@@ -285,8 +285,8 @@ class ClientConnection(HttpToolsProtocol):
     def _linger(self) -> None:
         """Close the connection when its client has, but drop no more than so much, and wait no longer than so long.
 
-        If data came that nobody reads, a close would reset the connection, and the client could lose the answer (RFC
-        9112, section 9.6).
+        A close resets the connection if what has come was not read, and the client can lose the answer (RFC 9112,
+        section 9.6).
         """
         self._bytes_to_drop = _LINGER_BYTES
         if self.cycle is not None and not self.cycle.response_complete:  # the refused body is its own
