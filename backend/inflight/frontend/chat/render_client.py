@@ -139,7 +139,7 @@ class RenderClient:
         raise ChatTemplateError("the process that renders the chat template cannot be started")
 
     def _ask(self, frame: bytes | None, patience: float) -> bytes | None:
-        """Wait `patience` seconds for the answer; None if the process is gone or was stopped, and a new one can be asked.
+        """Wait `patience` seconds for the answer; None if the process is gone or stopped, and a new one can be asked.
 
         Raises:
             ChatTemplateError: it took too long.
