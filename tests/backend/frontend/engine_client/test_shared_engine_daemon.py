@@ -271,7 +271,7 @@ def started_again(group: EngineGroup) -> SharedEngine:
     while True:
         engine = group.launch()
         try:
-            engine.wait_ready(20)
+            engine.wait_ready(60)
             return engine
         except EngineStartError:
             engine.close()
