@@ -284,7 +284,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
     def check_stall(self, now: float, responds: dict[int, bool]) -> None:
         """Check whether a response is overdue; called by another thread.  `responds` caches what servers answered."""
         since, call, index, limit = self._waiting_since, self._call, self._index, self._stall_timeout
-        if self._ended or since is None or limit is None or now - since < limit:
+        if self._ended or self._cancelled or since is None or limit is None or now - since < limit:
             return
         if not self._continuation.received:
             if index not in responds:
@@ -374,7 +374,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     def check_stall(self, now: float) -> None:
         """Check whether a response is overdue, and set the timer for the next check."""
         since, limit = self._waiting_since, self._stall_timeout
-        if self._ended or limit is None:
+        if self._ended or self._cancelled or limit is None:
             return
         left = limit if since is None else since + limit - now
         if left > 0:
