@@ -373,7 +373,7 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
         os.kill(stub, signal.SIGKILL)
         ended, _ = client.communicate(timeout=30)  # long before the 600 s of its request
         _, errors = process.communicate(timeout=60)
-    assert ended in ("RemoteDisconnected\n", "ConnectionResetError\n")
+    assert ended in ("RemoteDisconnected\n", "ConnectionResetError\n", "500\n")  # the last if Triton noticed first
     assert process.returncode == 3
     assert errors.splitlines()[-1] == (
         "inflight: the stub process of model 'idle' died (SIGKILL), and its streams would hang"

@@ -162,7 +162,7 @@ def test_a_stub_is_not_lost_while_the_whole_machine_is_busy(server: Server, monk
     def sleep(seconds: float) -> None:
         nonlocal now, looks
         now, looks = now + 60.0, looks + 1
-        if looks == 3:
+        if looks == 2:
             server.tell("reap")
         if looks == 6:
             server.process.kill()

@@ -28,8 +28,8 @@ __all__ = ["Silence", "wait_for_death"]
 _LOOK_SECONDS = 0.1
 _SCAN_SECONDS = 0.5  # between two searches for new stubs
 # An unloaded stub is a zombie until the server reaps it, and so is a stub that the server kills because its model
-# failed to load.  A stub that the server does not reap was lost.  A busy server takes its time, and so do its cores.
-_CONFIRM_SECONDS = 1.0
+# failed to load.  A stub that the server does not reap was lost.
+_CONFIRM_SECONDS = 0.2
 _CONFIRM_EXIT_SECONDS = 2.0  # after exit status 0
 
 
@@ -88,7 +88,7 @@ def wait_for_death(
         if returncode is not None:
             return f"tritonserver died ({how_it_ended(returncode)})"
         now = time.monotonic()
-        passed, looked = min(now - looked, 2 * _LOOK_SECONDS), now
+        passed, looked = min(now - looked, _LOOK_SECONDS), now
         if now - scanned >= _SCAN_SECONDS:
             scanned = now
             stubs = {pid: stubs.get(pid) or _model_of(pid) for pid in children(server.process.pid, STUB_NAME)}
