@@ -13,6 +13,7 @@ import psutil
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import STUB_NAME, children
+from inflight_tools.sweeper import session_members
 
 
 def pipes_and_sockets(pid: int) -> set[str]:
@@ -29,6 +30,15 @@ def command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:  # it has ended
         return []
+
+
+def members_with(session: int, part: bytes) -> list[int]:
+    """Process ids of a session's members whose command lines contain `part`; others may end meanwhile."""
+    found = []
+    for pid in session_members(session):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [pid] * (part in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
 
 
 def stubs(server: TritonServer, model: str | None = None) -> list[int]:

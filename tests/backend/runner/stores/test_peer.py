@@ -202,6 +202,14 @@ def test_connections_that_an_engine_has_closed_are_made_anew(rig: PeerRig) -> No
             assert is_right(store, 1)
 
 
+def received(client: socket.socket, size: int) -> bytes:
+    """So many bytes; raises ConnectionError where they end before."""
+    data = client.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise ConnectionError("the engine has hung up")
+    return data
+
+
 class LyingPeer:
     """Greets as an engine does, then answers each question with `answer`, and hangs up."""
 
@@ -232,15 +240,15 @@ class LyingPeer:
             return
         nonce = bytes(16)
         client.sendall(encoded(Challenge(1, nonce)))
-        size = int.from_bytes(client.recv(4), "big")
-        hello = msgspec.msgpack.decode(client.recv(size), type=Hello)
+        size = int.from_bytes(received(client, 4), "big")
+        hello = msgspec.msgpack.decode(received(client, size), type=Hello)
         mine = proof(self._secret, b"server", nonce + hello.nonce, hello.namespace, self._is_same)
         client.sendall(encoded(Welcome(self._is_same, False, mine)))
         client.recv(1)
         client.sendall(self._answer)
 
     def store(self, secret: bytes = b"") -> PeerStore:
-        return PeerStore("127.0.0.1", self.port, NAMESPACE, secret, 0.3)
+        return PeerStore("127.0.0.1", self.port, NAMESPACE, secret, 30.0)
 
     def __enter__(self) -> LyingPeer:
         return self
