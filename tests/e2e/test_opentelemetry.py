@@ -71,12 +71,13 @@ def hang_up(server: TritonServer, client: OpenAI, direct: Client) -> None:
     """Disconnect after the first event of a stream."""
     engine = engine_process(server, "traced")
     body = {"model": "traced", "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with begins_in_turns(engine) as begun:
-        with httpx.stream(
-            "POST", f"{client.base_url}completions", json=body, headers=parent(4), timeout=30
-        ) as response:
-            next(response.iter_lines())
-            begun.set()
+    url = f"{client.base_url}completions"
+    with (
+        begins_in_turns(engine) as begun,
+        httpx.stream("POST", url, json=body, headers=parent(4), timeout=60) as response,
+    ):
+        next(response.iter_lines())
+        begun.set()
     while json.loads(direct.control("stats"))["frontend"]["open_requests"]:
         pass
     engine.resume()

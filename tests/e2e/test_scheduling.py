@@ -63,7 +63,7 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
                 request_id, text_input="Hello", stream=True, request_priority=0,
                 sampling_parameters=parameters(3),
             )  # fmt: skip
-            run_in_turns(engine, lambda seconds: stream.has_chunks(request_id, 4, seconds))  # noqa: B023: to its end
+            run_in_turns(engine, lambda seconds: stream.has_chunks(request_id, 4, seconds))  # noqa: B023
         engine.resume()
         stream.wait(*batch)
         answers = stream.answers

@@ -225,7 +225,7 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
             if all(answer["frontend"]["open_requests"] for answer in seen.values()):
                 break
             ids += open_streams(stream, run, 300)
-            seen = settled(pair, lambda: len(ids))
+            seen = settled(pair, lambda: len(ids))  # noqa: B023
         victim, survivor = sorted(seen, key=lambda pid: seen[pid]["frontend"]["open_requests"])
         expected = seen[survivor]["frontend"]["open_requests"]
         assert 0 < expected < len(ids)
