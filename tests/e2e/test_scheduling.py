@@ -9,7 +9,7 @@ import pytest
 from model_entries import loaded
 from processes_of import TRIES, engine_process, run_in_turns
 from typer.testing import CliRunner
-from wire import GrpcStream
+from wire import GrpcStream, wait_for
 
 from inflight.engine.step_trace import Trace
 from inflight_tools.cli import app
@@ -42,6 +42,10 @@ def parameters(max_tokens: int) -> dict:
 def errors(stream: GrpcStream) -> list[str]:
     """Messages of the errors of a stream so far; they do not name their requests."""
     return [answer.error.message() for answer in stream.answers.values() if answer.error]
+
+
+def num_ended(stream: GrpcStream) -> int:
+    return len(errors(stream)) + sum(answer.finals for answer in stream.answers.values())
 
 
 def test_an_interactive_request_among_30_batch_requests_starts_at_once(scheduling, tmp_path):
@@ -121,8 +125,7 @@ def test_a_refusal_names_the_limit_of_the_tenant_or_class(scheduling):
             found = are_refused()
             engine.resume()
             stream.close(cancel=True)
-            for one in (small, seven):
-                one.wait(*one.answers)
+            wait_for(lambda: num_ended(small) == num_ended(seven) == 4)
             for text in errors(small):
                 assert "tenant 'small' is full: 1 sequences are waiting (tenants: max_queued=1)" in text
             assert all("priority class 7 is full: 1 sequences are waiting" in text for text in errors(seven))
