@@ -85,9 +85,9 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
 def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.002) -> None:
     """Let a process run for moments until `done(0.05)` is true, and leave it stopped; it can be stopped before.
 
-    A client whose machine is busy catches up meanwhile, and sees the first response long before a request ends.  No
-    test may rely on that: a turn can take as long as the machine likes.  What was to be interrupted can be over, and
-    then the test tries again (`TRIES`).
+    A client whose machine is busy catches up meanwhile, and mostly sees the first response long before a request ends.
+    No test may rely on that, because a turn can oversleep: if the requests ended before the engine was stopped, the test
+    tries again (`TRIES`).
 
     Args:
         done: waits up to so many seconds, and returns whether the process has run for long enough.
