@@ -16,7 +16,7 @@ import psutil
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import STUB_NAME, children
 
-TRIES = 10  # of an interruption: whether it came in time, its outcome tells
+TRIES = 30  # of an interruption: whether it came in time, its outcome tells
 T = TypeVar("T")
 
 
@@ -86,7 +86,7 @@ def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds:
     """Let a process run for moments until `done(0.05)` is true, and leave it stopped; it can be stopped before.
 
     A client whose machine is busy catches up meanwhile, and mostly sees the first response long before a request ends.
-    No test may rely on that, because a turn can oversleep: if the requests ended before the engine was stopped, the test
+    No test may rely on that, because a turn can oversleep: if requests ended before the engine was stopped, the test
     tries again (`TRIES`).
 
     Args:
