@@ -167,13 +167,16 @@ CALLS: list[Callable[[PeerStore], Any]] = [
 def test_an_engine_that_stops_and_is_killed_and_comes_back() -> None:
     with PeerProcess() as peer:
         seal = Seal(NAMESPACE)
-        tier = Tier("peer", PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 0.3), seal, TierThreads, "none")
+        stores = [PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 30) for _ in range(2)]
+        tier = Tier("peer", stores[0], seal, TierThreads, "none")
         memory, frames = blank(SIZE)
         assert tier.find([key(1), key(99)]).result() == (1, None)
         assert tier.load(key(1), lambda read: read(frames)).result() and memory == content(1, SIZE)
-        store = PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 0.3)
+        store = stores[1]
         assert store.find([key(1)]) == 1
         peer.stop()
+        for one in stores:
+            one._seconds = 0.3
         for call in (*CALLS, *CALLS):  # on a connection of before, then on new ones
             with pytest.raises(TimeoutError, match="did not answer in time"):
                 call(store)
