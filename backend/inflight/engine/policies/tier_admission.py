@@ -51,7 +51,8 @@ class _Visit:
     Attributes:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
-        until: when computing, behind `ahead` other tokens, would have ended, as measured now; no later than `latest`.
+        until: when computing in its turn would have ended, as it is measured now; no later than `latest`.
+        ahead, total: tokens that were to be computed before its own when it began, and those of all prompts until then.
         order: the tiers that are still to be asked.
         asked: the one that is asked, `stop` at that time, and its answer.
         has_asked: any in this look; `has_looked`: the first look is over.
@@ -73,6 +74,7 @@ class _Visit:
     began: float
     latest: float
     ahead: int
+    total: int
     order: Iterator[EngineTier]
     until: float = 0.0
     asked: tuple[EngineTier, int, Future[tuple[int, int | None]]] | None = None
@@ -97,14 +99,13 @@ class TierAdmission(EngineListener):
         self._visits, self._cost = dict[Request, _Visit](), OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._will_tell = False  # a first prompt is about to be computed: until it is, others wait
-        self._ahead = 0  # tokens of prompts that are computed, or begin to be in this step
+        self._ahead = self._total = 0  # tokens of prompts that this step computes or begins with; that all steps have
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        visit = self._visits.get(request)
-        if visit is None or visit.is_over:
+        if (visit := self._visits.get(request)) is None or visit.is_over:
             answer = self._inner.admits(request, prefix, running, pool)
             if answer is not True or visit is not None:
                 return answer
@@ -125,7 +126,7 @@ class TierAdmission(EngineListener):
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
-        self._num_steps += 1
+        self._num_steps, self._total = self._num_steps + 1, self._total + out.num_prompt_tokens
         self._will_tell &= not out.num_prompt_tokens
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
@@ -157,8 +158,8 @@ class TierAdmission(EngineListener):
         held_until = math.inf if request.held_until is None else request.held_until
         latest = min(now + _LONGEST_WAIT, held_until - _OTHER_WAIT_SECONDS)
         others = [other.num_blocks - other.num_cached for other in self._visits.values() if not other.is_over]
-        ahead = 0 if request.num_preemptions else self._ahead + pool.block_size * sum(others)
-        visit = _Visit(num_blocks, found, found, found, now, latest, ahead, iter(tiers + tiers[:-1]))
+        ahead = self._ahead + pool.block_size * sum(others)
+        visit = _Visit(num_blocks, found, found, found, now, latest, ahead, self._total, iter(tiers + tiers[:-1]))
         visit.is_over = (
             self._compute_seconds(len(prefix), num_blocks) < _FEW_SECONDS
             or not request.caches_blocks
@@ -177,7 +178,7 @@ class TierAdmission(EngineListener):
         """Whether to wait; starts what can be started."""
         size, now = self._tiers.extent_blocks, self._loads.clock()
         first = len(prefix) // size * size
-        in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, visit.ahead)
+        in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, max(visit.ahead, self._total - visit.total))
         visit.until = min(visit.began + in_turn, visit.latest)
         if now >= visit.until:
             return False
@@ -187,8 +188,7 @@ class TierAdmission(EngineListener):
         stop = visit.stop // size * size if is_asking else visit.stop  # what is a part now may be whole soon
         if stop <= len(prefix):
             return is_asking
-        load = visit.loads.get(first)
-        if load is not None and load.is_adopted:  # it was evicted again, or was the last
+        if (load := visit.loads.get(first)) is not None and load.is_adopted:  # it was evicted again, or was the last
             stop = first
         if load is None or visit.num_lost != self._loads.num_lost:
             visit.begun, visit.num_lost = first, self._loads.num_lost
@@ -211,8 +211,7 @@ class TierAdmission(EngineListener):
                 visit.stop, visit.again = start, now
                 break
             visit.begun = start + size
-        stop = min(stop, visit.stop)
-        if stop <= len(prefix):
+        if (stop := min(stop, visit.stop)) <= len(prefix):
             return False
         wanted = range(max(first, visit.begun), stop, size)
         last_hash = request.block_hashes[min(wanted.start + size, stop) - 1]

@@ -254,6 +254,22 @@ def test_of_many_that_return_to_a_new_engine_most_are_loaded(monkeypatch: pytest
     assert rig.now - began < 30 * 256 * TOKEN_SECONDS / 2.5
 
 
+def test_a_request_whose_question_is_open_does_not_give_up_because_a_later_one_was_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later one asks no tier.  It is computed in a step that is longer than computing the first alone."""
+    medium = Medium()
+    rig = engine(medium)
+    first, later = [13, *PROMPT[:256]], [14, *PROMPT[:500]]
+    medium.extents.update(extents_of(first))
+    add(rig.core, 0, first, max_tokens=1)
+    add(rig.core, 1, later, max_tokens=1, prompt_logprobs=0)
+    while rig.core.has_work:
+        if not rig.core.step().stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    assert rig.tiers.num_hits == 256
+
+
 def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(
     extents: dict[bytes, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
