@@ -46,7 +46,7 @@ class HangingDisk:
         self._tell(b"h")
 
     def go_on(self) -> None:
-        """Answer all calls that wait, and those that come."""
+        """Answer all calls that wait, and all further ones."""
         self._tell(b"g")
 
     def num_waiting(self) -> int:
