@@ -16,9 +16,9 @@ folder.  The sides of a part alternate.
                 to the first token of the last, and CPU time until then
     others      the gaps between tokens of 8 streams in the second after a request with a stored prompt arrives, whose
                 prompt is loaded, or in the pool already (cached), or computed; and alone: median, p99, the longest, and
-                how many; without the steps that compute its own tokens, which read all of its KV; only while it is
-                loaded; and how long the steps are until its first token, in which it arrives, has loads in flight,
-                waits, or computes
+                how many; apart from the steps of its own tokens, which read all of its KV, unless the prompt is
+                computed (where an extent was lost, the step that computes it counts); only while it is loaded; and how
+                long the steps are until its first token, in which it arrives, has loads in flight, waits, or computes
 """
 
 from __future__ import annotations
@@ -219,17 +219,30 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
     own = [(earlier, later) for earlier, later in gaps if side != "alone" and first <= later <= came[100][-1][0]]
     window = [gap for gap in gaps if gap[0] <= begun + WINDOW]
-    own_steps = set(own)
-    apart = [gap for gap in window if gap not in own_steps]
+    found = hits(core)
+    has_lost = side == "loaded" and found < arguments["prompt"]
     return {
         **figures_of("", window),
-        **(figures_of("apart_", apart) if apart else {}),
+        **(figures_of("apart_", apart(window, own, has_lost)) if side != "computed beside" else {}),
         **(figures_of("waiting_", waiting) if side == "loaded" else {}),
         **(figures_of("own_", own) if own else {}),
         "seconds": first - begun,
-        "hits": hits(core),
+        "hits": found,
         "steps": kinds([step for step in steps if step[1] <= first]),
     }
+
+
+def apart(
+    window: list[tuple[float, float]], own: list[tuple[float, float]], has_lost: bool
+) -> list[tuple[float, float]]:
+    """Of the gaps in the window, those without the request's `own` steps.
+
+    Args:
+        has_lost: a tier did not have all of the prompt, so the first of its steps computed what was lost, and counts.
+    """
+    first = min((later for _, later in own), default=0.0)
+    dropped = {gap for gap in own if gap[1] > first or not has_lost}
+    return [gap for gap in window if gap not in dropped]
 
 
 def wait_for_pages(core: Any) -> None:
