@@ -283,7 +283,7 @@ class ClientConnection(HttpToolsProtocol):
         self._watch_client()
 
     def _linger(self) -> None:
-        """Close the connection when its client has, but drop no more than so much, and wait no longer than so long.
+        """Half-close, then drop up to `_LINGER_BYTES` for up to `_LINGER_SECONDS`.
 
         A close resets the connection if what has come was not read, and the client can lose the answer (RFC 9112,
         section 9.6).

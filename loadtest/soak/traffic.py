@@ -56,8 +56,11 @@ class Traffic:
         self._away_until = time.monotonic() + seconds
 
     def unloading(self, now: bool) -> None:
-        """While a model is being unloaded, no gRPC stream is cancelled: Triton can then keep its instance for good
-        (docs/operations/drain-and-reload.md)."""
+        """While a model is being unloaded, no gRPC stream is cancelled: Triton can then keep its instance for good.
+
+        So can an earlier cancellation that races with the end of its stream, which this does not prevent
+        (docs/operations/drain-and-reload.md).
+        """
         self._unloading = now
 
     def problem(self, text: str) -> None:

@@ -56,7 +56,7 @@ async def test_an_answer_that_ends_with_its_first_token_is_complete() -> None:
     text, result = await pair.run(stop_token_ids=[5])
     assert text == "A" and result.choices[0].finish_reason == "stop"
     assert not pair.decode.requests and pair.outcomes == ["ended"]
-    assert not pair.prefills[0].streams[0].cancelled.is_set(), "its end and a cancellation must not cross"
+    assert not pair.prefills[0].streams[0].cancelled.is_set(), "its end and a cancellation must not race"
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ async def test_a_token_of_another_checkpoint_is_dropped_and_the_whole_answer_com
     prefill.parts, prefill.loaded, prefill.ends = ["x"], OTHER, ends
     assert await pair.text(1) == "ABC" and pair.outcomes[1:] == ["mismatch"]
     assert len(prefill.requests) == 2, "it was asked"
-    assert prefill.streams[1].cancelled.is_set() != ends, "an end and a cancellation must not cross"
+    assert prefill.streams[1].cancelled.is_set() != ends, "an end and a cancellation must not race"
     rest, whole = pair.decode.requests
     assert rest.resume_token_ids == [[7]] and whole.resume_token_ids is None
     assert not rest.return_checkpoint_id and not whole.return_checkpoint_id

@@ -17,7 +17,7 @@ class RequestChoice(Protocol):
         """`attached` with the choice for a request of these lengths."""
 
     def salt(self, attached: Attached) -> str:
-        """Equal if equal tokens have the same KV in both requests, else they share no prefix; "": as with no choice."""
+        """Equal for two requests whose equal tokens have the same KV; "" if the choice changes nothing."""
 
 
 def attach_choices(
