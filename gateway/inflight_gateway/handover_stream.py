@@ -27,6 +27,12 @@ Outcome = Literal["handed_over", "ended", "failed", "refused", "late", "mismatch
 
 _SHARE = 1 / 3  # of the time that a request has left: a Triton for prompts gets no more of it
 
+# A cancellation that races with the last response of its stream makes Triton keep the model when it is unloaded
+# (docs/operations/triton-flaws.md), so an answer of at most so many tokens is read to its end, for at most so long.
+_SHORT_TOKENS = 16
+_SHORT_SECONDS = 5.0
+_read_out: set[asyncio.Task[None]] = set()  # holds them until they end
+
 # Refusals that tell nothing about other requests, in the backend's words: the queues of tenants and priority classes,
 # and a request that waited for something of its own.
 _OWN_REFUSAL = re.compile(r"the queue of |the request waited too long for ")
@@ -72,7 +78,7 @@ _Begun = tuple[StreamChunk | None, GenerationRequest | None]
 class HandoverStream:
     """As an `AsyncStream`, of two.
 
-    The Triton for prompts gets the request as it is, and is cancelled after the first token, so the rest is that of any
+    The Triton for prompts gets the request as it is, and is left after the first token, so the rest is that of any
     stream that was interrupted there: `AsyncStream.rest`.  If it yields no token, the whole request goes to the others.
 
     Args:
@@ -206,6 +212,9 @@ class HandoverStream:
                 prefill.failed(error.message, error.retry_after if isinstance(error, UnavailableError) else None)
         else:
             prefill.answered(model.name, self.request.adapter)
+            if self._stream is not None and _is_short(self.request):
+                _begin_to_read_out(self._stream)
+                self._stream = None
             return "ended" if found[1] is None else "handed_over", found
         finally:
             prefill.queued -= computed
@@ -225,7 +234,7 @@ class HandoverStream:
             if not chunk.choices[0].num_tokens and chunk.finish_reason is None:
                 continue
             took = time.monotonic() - sent
-            if chunk.finish_reason is not None:  # a cancellation that crosses the end can crash tritonserver 24.10
+            if chunk.finish_reason is not None:  # a cancellation could race with the last response
                 with contextlib.suppress(InflightError):  # the answer is complete
                     async for _ in stream:
                         pass
@@ -270,6 +279,31 @@ class HandoverStream:
     def _check_cancelled(self) -> None:
         if self._cancelled:
             raise RequestCancelledError("the request was cancelled by this client")
+
+
+def _is_short(request: GenerationRequest) -> bool:
+    limit = str(request.sampling.get("max_tokens"))
+    return limit.isdecimal() and int(limit) <= _SHORT_TOKENS
+
+
+def _begin_to_read_out(stream: AnyStream) -> None:
+    task = asyncio.create_task(_read_to_end(stream))
+    _read_out.add(task)
+    task.add_done_callback(_read_out.discard)
+
+
+async def _read_to_end(stream: AnyStream) -> None:
+    """Read what nobody waits for, and cancel it after `_SHORT_SECONDS`."""
+
+    async def read() -> None:
+        with contextlib.suppress(InflightError):  # the other Triton has the rest
+            async for _ in stream:
+                pass
+
+    try:
+        await asyncio.wait_for(read(), _SHORT_SECONDS)
+    except asyncio.TimeoutError:
+        stream.cancel()
 
 
 def _says_checkpoint(model: ServedModel) -> bool:

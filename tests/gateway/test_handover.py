@@ -59,6 +59,31 @@ async def test_an_answer_that_ends_with_its_first_token_is_complete() -> None:
     assert not pair.prefills[0].streams[0].cancelled.is_set(), "its end and a cancellation must not race"
 
 
+async def test_a_short_answer_is_read_to_its_end_after_its_first_token() -> None:
+    """Its end comes soon, and a cancellation could race with it; the client does not wait for it."""
+    goes_on, ended = asyncio.Event(), asyncio.Event()
+
+    def script() -> Script:
+        yield from (first(), goes_on, text("B")[0])
+        ended.set()
+
+    pair = Pair(lambda _: script())
+    assert (await pair.run(max_tokens=16))[0] == "ABC" and pair.outcomes == ["handed_over"]
+    goes_on.set()
+    await ended.wait()
+    assert not pair.prefills[0].streams[0].cancelled.is_set()
+
+
+@pytest.mark.parametrize("seconds", [0.01, 3600.0])
+async def test_a_longer_answer_or_one_that_does_not_end_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(handover_stream, "_SHORT_SECONDS", seconds)
+    pair = Pair(lambda _: [first(), asyncio.Event()])
+    await pair.run(max_tokens=16 if seconds < 1 else 17)
+    await pair.prefills[0].streams[0].cancelled.wait()
+
+
 @pytest.mark.parametrize(
     ("script", "outcome", "rests"),
     [
