@@ -293,7 +293,7 @@ def _begin_to_read_out(stream: AnyStream) -> None:
 
 
 async def _read_to_end(stream: AnyStream) -> None:
-    """Read what nobody waits for, and cancel it after `_SHORT_SECONDS`."""
+    """Read the rest, which no client gets, and cancel after `_SHORT_SECONDS`."""
 
     async def read() -> None:
         with contextlib.suppress(InflightError):  # the other Triton has the rest

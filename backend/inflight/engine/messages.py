@@ -72,9 +72,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Frontend -> engine: stop all sequences of a request (`index` None), or one that has output.
-
-    Before any has, the first one computes the prompt for all: to stop it stops those that wait for it, too.
+    """Frontend -> engine: stop all sequences of a request (`index` None), or one, which must have output.
 
     No delta follows for an aborted sequence; its blocks are free after the step in flight.
     """
