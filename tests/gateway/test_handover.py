@@ -69,9 +69,11 @@ async def test_a_short_answer_is_read_to_its_end_after_its_first_token() -> None
 
     pair = Pair(lambda _: script())
     assert (await pair.run(max_tokens=16))[0] == "ABC" and pair.outcomes == ["handed_over"]
+    [stream] = pair.prefills[0].streams
+    assert not stream.cancelled.is_set()
     goes_on.set()
     await ended.wait()
-    assert not pair.prefills[0].streams[0].cancelled.is_set()
+    assert not stream.cancelled.is_set()
 
 
 @pytest.mark.parametrize("seconds", [0.01, 3600.0])
