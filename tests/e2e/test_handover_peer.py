@@ -149,13 +149,16 @@ async def same(http: httpx.AsyncClient, url: str, server: TritonServer, seed: in
 async def test_the_rest_of_an_answer_takes_the_kv_of_its_prompt_from_the_other_server(
     decoding: TritonServer, neighbour: TritonServer, link: PeerLink, http: httpx.AsyncClient
 ) -> None:
-    """Of prompts that it has never had.  It computes so fast that it does not wait for all of them."""
+    """Of prompts that it has never had.  It computes so fast that it does not wait for all of them.
+
+    On a busy machine a prompt can be late, and then the whole request finds its KV, too.
+    """
     more = ["--prefill-triton", neighbour.grpc_address, "--handover", "64"]
     with front([decoding], *more) as both:
         seeds = iter(range(1000, 1100))
-        while hits(decoding) < 1024:
+        while hits(decoding) < 1024 or not outcomes(both, "handed_over"):
             await same(http, both, decoding, next(seeds))
-        assert outcomes(both, "handed_over") and not outcomes(both, "mismatch")
+        assert not outcomes(both, "mismatch")
     tokens = hits(decoding)
     assert count(decoding, "inflight_kv_tier_load_seconds_count") >= tokens // 256
     assert link.num_bytes >= tokens * 2048 - 2**20, "of keys and values of eight heads of 16 numbers, in two layers"
