@@ -15,42 +15,55 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["LettersAndMerges", "letters_and_merges"]
+__all__ = ["LettersAndMerges", "MergeTables", "merge_tables"]
 
 _PLAIN = {"dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges"}
 _NO_MERGE = 2**32 - 1
 _MAX_WORDS = 4096  # whose tokens are remembered
 
 
-class LettersAndMerges:
-    """A BPE.
+class MergeTables(NamedTuple):
+    """A BPE with M merges, in a few large objects.
 
-    Args:
-        letters: the library's tokenizer, whose model has no merges.
-        token_ids: by the ids of `letters`.
-        left, right, made: token ids of M merges, in the order of their ranks.
+    Small ones that outlive the reading of a tokenizer, and lie among what is freed then, would keep MiBs of it.
 
-    Raises:
-        ValueError: a token is made in two ways, where the order of merges depends on more than their ranks.
+    Attributes:
+        rest: tokenizer.json without merges, and with no tokens but letters and added ones.
+        pairs: sorted, token ids of a left part << 32 | of a right part.
+        ranks: of `pairs`.
+        made: token id by rank.
     """
 
-    def __init__(
-        self, letters: Any, token_ids: dict[int, int], left: list[int], right: list[int], made: list[int]
-    ) -> None:
-        pairs = np.array(left, dtype=np.uint64) << np.uint64(32) | np.array(right, dtype=np.uint64)
-        order = np.argsort(pairs, kind="stable")
-        if len({*made}) < len(made) or (np.diff(pairs[order]) == 0).any():
-            raise ValueError("a token is made of two pairs, or a pair makes two tokens")
+    rest: str
+    pairs: array[int]
+    ranks: array[int]
+    made: array[int]
+
+
+class LettersAndMerges:
+    """A BPE."""
+
+    def __init__(self, tables: MergeTables) -> None:
+        from tokenizers import AddedToken, Tokenizer, models
+
+        parts = json.loads(tables.rest)
+        added, vocab = parts["added_tokens"], parts["model"]["vocab"]
+        parts["added_tokens"], parts["model"]["vocab"] = [], {}
+        letters: Any = Tokenizer.from_str(json.dumps(parts))
+        letters.no_truncation()
+        letters.no_padding()
+        letters.model = models.BPE(vocab={letter: place for place, letter in enumerate(vocab)}, merges=[])
+        letters.add_tokens([AddedToken(**{name: token[name] for name in token if name != "id"}) for token in added])
+        of_added = {token["content"]: token["id"] for token in added}
         self._letters = letters
-        self._token_ids = token_ids
-        # Not numpy's arrays, whose elements take ten times as long to read one by one.
-        self._pairs = array("Q", pairs[order].tobytes())
-        self._ranks = array("I", order.astype(np.uint32).tobytes())
-        self._made = array("I", made)
+        self._token_ids = dict(enumerate(vocab.values()))  # by the ids of `letters`
+        for place, token in letters.get_added_tokens_decoder().items():
+            self._token_ids[place] = of_added[token.content]
+        self._pairs, self._ranks, self._made = tables.pairs, tables.ranks, tables.made
         self._merged = lru_cache(_MAX_WORDS)(self._merge)
 
     def encode(self, text: str) -> list[int]:
@@ -80,37 +93,31 @@ class LettersAndMerges:
         return self._ranks[place] if place < len(self._pairs) and self._pairs[place] == pair else _NO_MERGE
 
 
-def letters_and_merges(parts: dict[str, Any], merges: Sequence[Sequence[str]]) -> LettersAndMerges | None:
-    """None if the model has options that change how words are merged, or if the library would number added tokens anew.
+def merge_tables(parts: dict[str, Any], merges: Sequence[Sequence[str]]) -> MergeTables | None:
+    """None if more than the ranks of pairs says how words are merged, or if the library would number added tokens anew.
 
     Args:
         parts: of tokenizer.json, of a BPE.
         merges: of the model, in pairs.
 
     Raises:
-        KeyError, ValueError: merges of tokens that the vocabulary does not have; or see `LettersAndMerges`.
+        KeyError: merges of tokens that the vocabulary does not have.
     """
-    from tokenizers import AddedToken, Tokenizer, models
-
-    model, added = parts["model"], parts["added_tokens"]
-    vocab: dict[str, int] = model["vocab"]
-    if any(model.get(option) for option in _PLAIN) or not _are_numbered(added, vocab):
+    model, vocab = parts["model"], parts["model"]["vocab"]
+    if any(model.get(option) for option in _PLAIN) or not _are_numbered(parts["added_tokens"], vocab):
         return None
-    known = {letter: place for place, letter in enumerate(entry for entry in vocab if len(entry) == 1)}
-    letters: Any = Tokenizer.from_str(
-        json.dumps({**parts, "added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}})
-    )
-    letters.no_truncation()
-    letters.no_padding()
-    letters.model = models.BPE(vocab=known, merges=[])
-    letters.add_tokens([AddedToken(**{name: token[name] for name in token if name != "id"}) for token in added])
-    of_added = {token["content"]: token["id"] for token in added}
-    token_ids = {place: vocab[letter] for letter, place in known.items()}
-    for place, token in letters.get_added_tokens_decoder().items():
-        token_ids[place] = of_added[token.content]
-    left = [vocab[one] for one, _ in merges]
-    right = [vocab[other] for _, other in merges]
-    return LettersAndMerges(letters, token_ids, left, right, [vocab[one + other] for one, other in merges])
+    left = np.array([vocab[one] for one, _ in merges], dtype=np.uint64)
+    right = np.array([vocab[other] for _, other in merges], dtype=np.uint64)
+    made = array("I", [vocab[one + other] for one, other in merges])
+    pairs = left << np.uint64(32) | right
+    order = np.argsort(pairs, kind="stable")
+    # Of a token that is made of two pairs, the library takes an outdated merge for one that is possible.
+    if len({*made}) < len(made) or (np.diff(pairs[order]) == 0).any():
+        return None
+    known = {entry: token for entry, token in vocab.items() if len(entry) == 1}
+    rest = json.dumps({**parts, "model": {"type": "BPE", "vocab": known, "merges": []}})
+    # Not numpy's arrays, whose elements take ten times as long to read one by one.
+    return MergeTables(rest, array("Q", pairs[order].tobytes()), array("I", order.astype(np.uint32).tobytes()), made)
 
 
 def _are_numbered(added: list[dict[str, Any]], vocab: dict[str, int]) -> bool:

@@ -6,13 +6,15 @@ import contextlib
 import json
 import re
 import sys
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import msgspec
 
-from inflight.grammars.merges import letters_and_merges
+from inflight.grammars.merges import LettersAndMerges, MergeTables, merge_tables
 
 __all__ = ["Vocabulary", "read_vocabulary"]
 
@@ -50,17 +52,7 @@ def read_vocabulary(tokenizer_json: str) -> Vocabulary:
         ValueError: a token's bytes depend on its neighbours, or the decoder is not known here.
     """
     tokenizer = _read(tokenizer_json)
-    to_bytes = _bytes_of(tokenizer.decoder)
-    tokens = [b""] * (max(tokenizer.vocabulary.values(), default=-1) + 1)
-    for text, token in tokenizer.vocabulary.items():
-        tokens[token] = to_bytes(text)
-    special_ids, names = [], {}
-    for token, (content, is_special) in tokenizer.added.items():
-        tokens[token] = content.encode()
-        if is_special:
-            special_ids.append(token)
-            names[content] = token
-    encode = tokenizer.encode
+    encode, added = tokenizer.encode, tokenizer.added
     # Some put a space before a text, and none before a text that goes on behind a letter.
     anchor = encode("a")
 
@@ -70,20 +62,48 @@ def read_vocabulary(tokenizer_json: str) -> Vocabulary:
             return ids[len(anchor) :]
         return encode(text)
 
-    return Vocabulary(tokens, special_ids, names, encode_within)
+    specials = {token: content for token, (content, is_special) in added.items() if is_special}
+    found = Vocabulary([], [*specials], {content: token for token, content in specials.items()}, encode_within)
+    # Last: what is made beside them would keep memory that they leave.
+    to_bytes = _bytes_of(tokenizer.decoder)
+    tokens = [b""] * (max([*tokenizer.entries.values(), *added], default=-1) + 1)
+    for text, token in tokenizer.entries.items():
+        tokens[token] = to_bytes(text)
+    for token, (content, _) in added.items():
+        tokens[token] = content.encode()
+    found.tokens = tokens
+    return found
+
+
+class _Entries:
+    """A vocabulary in three large objects: text -> token id."""
+
+    def __init__(self, vocab: dict[str, int]) -> None:
+        self._text = "".join(vocab)
+        self._ends = array("I", accumulate(map(len, vocab)))
+        self._ids = array("I", vocab.values())
+
+    def values(self) -> Iterable[int]:
+        return self._ids
+
+    def items(self) -> Iterable[tuple[str, int]]:
+        start = 0
+        for end, token in zip(self._ends, self._ids):
+            yield self._text[start:end], token
+            start = end
 
 
 class _Tokenizer(NamedTuple):
     """What a vocabulary is made of.
 
     Attributes:
-        vocabulary: id of each token as tokenizer.json writes it.
+        entries: id of each token as tokenizer.json writes it, perhaps without added ones.
         added: content of each added token, by its id, and whether it is special.
         decoder: as tokenizer.json has it.
         encode: text -> token ids.
     """
 
-    vocabulary: dict[str, int]
+    entries: dict[str, int] | _Entries
     added: dict[int, tuple[str, bool]]
     decoder: dict[str, Any] | None
     encode: Callable[[str], list[int]]
@@ -97,15 +117,28 @@ def _read(tokenizer_json: str) -> _Tokenizer:
     from tokenizers import Tokenizer
 
     with contextlib.suppress(Exception):  # the library has words for what is wrong
-        parts = _parts(tokenizer_json)
-        found = _merged_here(parts)
-        if found is not None:
-            return found
-        compact = _compact(parts)
+        tables = _tables(tokenizer_json)
+        if tables is not None:
+            return _merged_here(*tables)
+        compact = _compact(_parts(tokenizer_json))
         if compact is not None:
             return _of_the_library(*compact)
     tokenizer: Any = Tokenizer.from_str(tokenizer_json)
     return _of_the_library(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
+
+
+def _tables(tokenizer_json: str) -> tuple[MergeTables, _Entries] | None:
+    """None if the words of this tokenizer are not merged by the ranks of pairs alone."""
+    parts = _parts(tokenizer_json)
+    model = parts["model"]
+    tables = merge_tables(parts, _pairs(model["merges"])) if _is_known_bpe(model) else None
+    return None if tables is None else (tables, _Entries(model["vocab"]))
+
+
+def _merged_here(tables: MergeTables, entries: _Entries) -> _Tokenizer:
+    parts = json.loads(tables.rest)
+    added = {token["id"]: (token["content"], token["special"]) for token in parts["added_tokens"]}
+    return _Tokenizer(entries, added, parts["decoder"], LettersAndMerges(tables).encode)
 
 
 def _parts(tokenizer_json: str) -> dict[str, Any]:
@@ -129,23 +162,6 @@ def _of_the_library(tokenizer: Any, vocabulary: dict[str, int]) -> _Tokenizer:
         None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()),
         lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
     )
-
-
-def _merged_here(parts: dict[str, Any]) -> _Tokenizer | None:
-    """None if the words of this tokenizer are not merged by the ranks of pairs alone.
-
-    Args:
-        parts: of tokenizer.json.
-    """
-    if not _is_known_bpe(parts["model"]):
-        return None
-    with contextlib.suppress(ValueError):
-        found = letters_and_merges(parts, _pairs(parts["model"]["merges"]))
-        if found is not None:
-            added = {token["id"]: (token["content"], token["special"]) for token in parts["added_tokens"]}
-            ids = {content: token for token, (content, _) in added.items()}
-            return _Tokenizer(parts["model"]["vocab"] | ids, added, parts["decoder"], found.encode)
-    return None
 
 
 def _is_known_bpe(model: dict[str, Any]) -> bool:
