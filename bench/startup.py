@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """How long an engine process takes to be ready: a full load, and one from the weights that an earlier load has kept.
 
-    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--rounds 5] [--output FILE]
+    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--tokenizer full] [--rounds 5]
+        [--output FILE]
 
 Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
-ready.  The file of kept weights is made by a start that is not timed.
+ready.  The file of kept weights is made by a start that is not timed.  `--tokenizer full` gives the model one of 151,669
+tokens, as checkpoints of that size have; those with random weights have 32,000.
 
     full            INFLIGHT_CACHE=off
     kept            from kept weights
@@ -15,7 +17,8 @@ ready.  The file of kept weights is made by a start that is not timed.
     killed          the same without a spare process
     second          a second engine with a spare process of its own, as another tritonserver has them: until it is
                     ready; and the memory of the first two processes and of all four in MiB, each page counted once,
-                    when all that they do while they are idle is done
+                    when all that they do while they are idle is done; the part of it that is no file's, which does
+                    not depend on what the system has read of the weights, in `anon`
     second, grammars        the same once each engine has had a request with a grammar
     second, no spare        the same as `second` with engines that have no spare process
 """
@@ -123,7 +126,9 @@ def second(options: dict[str, Any], keep: str, grammars: bool) -> common.Run:
         if grammars:
             ask_for_digits(engine)
         spares = [one._fork_server for one in launchers if one._fork_server is not None]
-        figures[name] = settled([process.pid for process in (*engines, *spares)], 12.0 if grammars else 4.0)
+        pids = [process.pid for process in (*engines, *spares)]
+        figures[name] = settled(pids, 12.0 if grammars else 4.0)
+        figures[f"anon{name[3:]}"] = total(pids, "Pss_Anon")
     for engine, launcher in zip(engines, launchers):
         engine.stop(polite=False)
         launcher.close()
@@ -227,6 +232,7 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
         "cpu_threads": args.threads,
         "kv_cache_memory": "1GiB",
         "max_model_len": 2048,
+        "tokenizer": common.full_tokenizer() if args.tokenizer == "full" else None,
         "spare_engine": side in ("killed, spare", "second", "second, grammars"),
     }
     if side.startswith("second"):
@@ -250,6 +256,7 @@ def main() -> None:
         models=["llama-60m-rand", "qwen3-0.6b-rand"],
         sides=common.choice(SIDES),
         dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
+        tokenizer=common.choice(["own", "full"], "own"),
         rounds=5,
         threads=1,
     )
