@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from base64 import b64decode
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
@@ -82,7 +83,7 @@ def _parts(token: bytes, ranks: dict[bytes, int]) -> list[bytes]:
     """The two that it is merged from."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        pairs = [ranks.get(one + other, len(ranks)) for one, other in zip(parts, parts[1:])]
+        pairs = [ranks.get(one + other, len(ranks)) for one, other in pairwise(parts)]
         place = pairs.index(min(pairs))
         parts[place : place + 2] = [parts[place] + parts[place + 1]]
     return parts

@@ -5,8 +5,8 @@
         [--output FILE]
 
 Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
-ready.  The file of kept weights is made by a start that is not timed.  `--tokenizer full` gives the model one of 151,669
-tokens, as checkpoints of that size have; those with random weights have 32,000.
+ready.  The file of kept weights is made by a start that is not timed.  `--tokenizer full` gives the model one of
+151,669 tokens, as checkpoints of that size have; those with random weights have 32,000.
 
     full            INFLIGHT_CACHE=off
     kept            from kept weights

@@ -198,7 +198,9 @@ class GuidanceGrammars:
         self._num_known, self._num_words = ours.num_known, mask_words(len(ours.tokens))
         wrapped = TokenizerWrapper(ours)
         try:
-            tokenizer = LLTokenizer(wrapped, eos_token=self._eos_token_ids, slices=_slices(LLTokenizer.general_slices()))
+            tokenizer = LLTokenizer(
+                wrapped, eos_token=self._eos_token_ids, slices=_slices(LLTokenizer.general_slices())
+            )
         except Exception as error:
             raise ValueError(f"structured output is not possible with this checkpoint's tokenizer: {error}") from None
         names = vocabulary.names

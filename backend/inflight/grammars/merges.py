@@ -14,7 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,7 @@ class LettersAndMerges:
 
     def _merge(self, word: Sequence[int]) -> list[int]:
         tokens = [*word]
-        ranks = [self._rank(one, other) for one, other in zip(tokens, tokens[1:])]  # of each token and the next
+        ranks = [self._rank(one, other) for one, other in pairwise(tokens)]  # of each token and the next
         while ranks and (lowest := min(ranks)) != _NO_MERGE:
             place = ranks.index(lowest)
             tokens[place : place + 2] = [self._made[lowest]]

@@ -67,7 +67,8 @@ def test_added_tokens_are_found_within_texts_and_have_their_own_ids() -> None:
     made.add_tokens([AddedToken("<tool>", lstrip=True, normalized=False), AddedToken(known), AddedToken("Z")])
     made.add_special_tokens([AddedToken("[CONTROL]", special=True, single_word=True)])
     found = merged_here(made)
-    for text in (" the<tool>the  <tool>", "[CONTROL] x[CONTROL]", "Qick ZZ e\u0301", known, "</s>a</s>", "日本\x00\ud7ff", ""):
+    texts = " the<tool>the  <tool>", "[CONTROL] x[CONTROL]", "Qick ZZ e\u0301", known, "</s>a</s>", "日本\x00\ud7ff", ""
+    for text in texts:
         assert found.encode(text) == ids(made, text), text
     assert made.token_to_id("<tool>") in found.encode("a <tool>")
 
