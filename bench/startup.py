@@ -179,7 +179,8 @@ def settled(pids: list[int], seconds: float) -> float:
     """The memory of these processes and of their forks in MiB, once their own has not changed by 1 MiB for so long.
 
     An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether a
-    fork of it is to.  Pages of files do not count for that: other programs map the same libraries.
+    fork of it is to, on idle cores only: meanwhile no thread of them wants a core.  Pages of files do not count for
+    that: other programs map the same libraries.
 
     Raises:
         RuntimeError: it changes for longer than `MOST_SECONDS`.
@@ -191,14 +192,24 @@ def settled(pids: list[int], seconds: float) -> float:
             raise RuntimeError(f"the memory of processes {pids} still changes after {MOST_SECONDS:g} s")
         time.sleep(0.25)
         now = total(pids, "Pss_Anon")
-        if abs(now - found) > 1.0:
+        if abs(now - found) > 1.0 or any(want_a_core(pid) for pid in with_forks(pids)):
             found, since = now, time.monotonic()
     return total(pids, "Pss")
 
 
 def total(pids: list[int], kind: str) -> float:
     """The memory of these processes and of all that they have forked, each counted once, in MiB."""
-    return sum(pss(pid, kind) for pid in {*pids, *(child for pid in pids for child in forks(pid))})
+    return sum(pss(pid, kind) for pid in with_forks(pids))
+
+
+def with_forks(pids: list[int]) -> set[int]:
+    return {*pids, *(child for pid in pids for child in forks(pid))}
+
+
+def want_a_core(pid: int) -> bool:
+    """Whether a thread of this process runs, or would, if a core were free."""
+    states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat"))
+    return "R" in states
 
 
 def forks(pid: int) -> list[int]:
