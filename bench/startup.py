@@ -132,7 +132,9 @@ def second(options: dict[str, Any], keep: str, grammars: bool) -> common.Run:
     for engine, launcher in zip(engines, launchers):
         engine.stop(polite=False)
         launcher.close()
-    return {**figures, "copies": figures["pss_of_two"] / figures["pss_of_one"]}
+    # A system that lacks memory takes pages of files back, which count all the same.
+    files = max(figures[f"pss_of_{count}"] - figures[f"anon_of_{count}"] for count in ("one", "two"))
+    return {**figures, "copies": (figures["anon_of_two"] + files) / (figures["anon_of_one"] + files)}
 
 
 def ask_for_digits(engine: Any) -> None:
