@@ -94,7 +94,7 @@ class _Entries:
 
 
 class _Tokenizer(NamedTuple):
-    """What a vocabulary is made of.
+    """The parts of a tokenizer that a vocabulary is made of.
 
     Attributes:
         entries: id of each token as tokenizer.json writes it, perhaps without added ones.
@@ -110,7 +110,7 @@ class _Tokenizer(NamedTuple):
 
 
 def _read(tokenizer_json: str) -> _Tokenizer:
-    """What `Tokenizer.from_str` reads, in less memory: most of a BPE in a tenth, any in three quarters.
+    """The tokenizer that `Tokenizer.from_str` reads, in less memory: most BPEs in a tenth, any in three quarters.
 
     The library's own parser leaves tables among what it frees.
     """
