@@ -10,7 +10,9 @@ responses stay bytes for `StreamDecoder`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -61,6 +63,17 @@ def _triton_error(error: InferenceServerException, address: str) -> InflightErro
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") and code_of_message(message) != "UNAVAILABLE":
         return ServerUnreachableError(f"cannot reach {address} by gRPC: {message}")
     return error_for(code, message)
+
+
+@contextlib.contextmanager
+def _closed_channels(address: str, closed: Callable[[], bool]) -> Iterator[None]:
+    """Turn grpc's errors for a call on a channel that another thread or task has closed into one RuntimeError."""
+    try:
+        yield
+    except (ValueError, grpc.aio.UsageError) as error:
+        if closed():
+            raise RuntimeError(f"the client for {address} is closed; create a new one") from error
+        raise
 
 
 class _CallProgress:
@@ -136,6 +149,7 @@ class GrpcTransport:
         self._timeout = connection.connect_timeout
         self._client = tritonclient.grpc.InferenceServerClient(**connection.grpc_client_options())
         self._infer = self._client._channel.stream_stream(_STREAM_METHOD)
+        self._closed = threading.Event()
 
     def open(self, request: GenerationRequest, timeout: float | None) -> GrpcCall:
         """Send a request; `timeout` is the number of seconds it has left."""
@@ -150,8 +164,8 @@ class GrpcTransport:
     ) -> GrpcCall:
         metadata = (*self._headers.items(), *headers.items())
         # The end of the iterator half-closes the stream, so the server ends it after the last response.
-        call = self._infer(iter((message,)), metadata=metadata, timeout=timeout)
-        return GrpcCall(call, self.address)
+        with _closed_channels(self.address, self._closed.is_set):
+            return GrpcCall(self._infer(iter((message,)), metadata=metadata, timeout=timeout), self.address)
 
     def server_live(self) -> bool:
         return bool(self._unary("is_server_live"))
@@ -172,12 +186,15 @@ class GrpcTransport:
         return list(self._unary("get_model_repository_index", as_json=True).get("models", []))
 
     def _unary(self, method: str, *args: Any, **options: Any) -> Any:
+        call = getattr(self._client, method)
         try:
-            return getattr(self._client, method)(*args, headers=self._headers, client_timeout=self._timeout, **options)
+            with _closed_channels(self.address, self._closed.is_set):
+                return call(*args, headers=self._headers, client_timeout=self._timeout, **options)
         except InferenceServerException as error:
             raise _triton_error(error, self.address) from None
 
     def close(self) -> None:
+        self._closed.set()
         self._client.close()
 
 
@@ -261,7 +278,8 @@ class AsyncGrpcTransport:
     def _send(
         self, message: bytes, timeout: float | None, headers: Mapping[str, str] = MappingProxyType({})
     ) -> AsyncGrpcCall:
-        call = self._infer(message, metadata=(*self._metadata, *headers.items()), timeout=timeout)
+        with _closed_channels(self.address, self._closed.is_set):
+            call = self._infer(message, metadata=(*self._metadata, *headers.items()), timeout=timeout)
         return AsyncGrpcCall(call, self.address, self._closed)
 
     async def server_live(self) -> bool:
@@ -285,7 +303,8 @@ class AsyncGrpcTransport:
     async def _unary(self, method: str, *args: Any, **options: Any) -> Any:
         call = getattr(self._client, method)
         try:
-            return await call(*args, headers=self._headers, client_timeout=self._timeout, **options)
+            with _closed_channels(self.address, self._closed.is_set):
+                return await call(*args, headers=self._headers, client_timeout=self._timeout, **options)
         except InferenceServerException as error:
             raise _triton_error(error, self.address) from None
 

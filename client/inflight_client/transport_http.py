@@ -234,7 +234,12 @@ class _LoopThread:
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the loop and wait for it."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError:  # another thread has closed it
+            coroutine.close()
+            raise
+        return future.result()
 
     def close(self) -> None:
         if self.loop.is_closed():

@@ -26,6 +26,7 @@ _BodyT = TypeVar("_BodyT", bound="Body")
 _MISSING = re.compile(r"missing required field `(?P<key>\w+)`")
 _PATH = re.compile(r" - at `\$(?P<path>.*)`$")
 _MAX_SHOWN = 100  # characters of a key
+_CONTAINERS = frozenset({dict, list})
 _CONTAINER_ITEMS = 10  # values as which an object or a list counts, by the time that each takes
 _MAX_UNKNOWN = 100  # unknown keys of an object
 _MAX_HINTS = 8  # keys for which a similar one is looked for, which takes a tenth of a millisecond
@@ -166,7 +167,8 @@ def _check_size(value: Any, options: GatewayOptions) -> None:
         for container in level:
             values = container.values() if isinstance(container, dict) else container
             items += len(container)
-            below += [one for one in values if isinstance(one, (dict, list))]
+            if not _CONTAINERS.isdisjoint(map(type, values)):
+                below += [one for one in values if type(one) in _CONTAINERS]
         items += (_CONTAINER_ITEMS - 1) * len(below)
         if items > options.max_body_items:
             raise invalid(

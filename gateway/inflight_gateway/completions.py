@@ -105,6 +105,9 @@ def completion_requests(
     Raises:
         APIError: the request is not valid, or the model cannot fill the gap before a suffix.
     """
+    if body.truncate_prompt_tokens is None:
+        for prompt in prompts:
+            _check_length(model, prompt)
     arguments = _arguments(gateway, http, model, body)
     _check_repeated([arguments, body.suffix], len(prompts), gateway.options.max_body_bytes)
     if body.suffix:
@@ -119,6 +122,17 @@ def _check_repeated(options: list[Any], count: int, limit: int) -> None:
         raise invalid(
             f"prompt: {count} prompts came, and the other keys would take {size} bytes for all of them; at most "
             f"{limit} are allowed (max_body_bytes), so send fewer prompts at once",
+            "prompt",
+        )
+
+
+def _check_length(model: ServedModel, prompt: dict[str, Any]) -> None:
+    """Raise an error for token ids beyond the context, before they take the time to be sent."""
+    context, count = model.info.get("max_model_len"), len(prompt.get("input_ids", ()))
+    if context is not None and count >= context:
+        raise invalid(
+            f"prompt: {count} token ids came; at most {context - 1} are allowed (max_model_len={context} minus one "
+            "output token), so send fewer, or set truncate_prompt_tokens",
             "prompt",
         )
 
@@ -181,7 +195,7 @@ def _prompts(value: Any, limit: int) -> list[dict[str, Any]]:
 def _prompt(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         return {"prompt": value}
-    if isinstance(value, list) and all(type(token_id) is int for token_id in value):
+    if isinstance(value, list) and {int}.issuperset(map(type, value)):
         return {"input_ids": value}
     raise invalid(_EXPECTED, "prompt")
 

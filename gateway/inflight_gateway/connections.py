@@ -29,6 +29,8 @@ BODY_ARRIVED = "inflight_body_arrived"  # key of a request's scope, once all of 
 IDLE_SECONDS = 75  # longer than clients keep idle connections: closing one under a request is an error
 _BYTES_ACKED = slice(120, 128)  # of Linux's `struct tcp_info`: tcpi_bytes_acked
 _MAX_HEAD_BYTES = 64 * 1024  # of a request's head, and of what else is around its body
+_LINGER_SECONDS = 5.0  # for a client to read a refusal, while what it still sends is dropped
+_LINGER_BYTES = 1 << 20  # of that
 _SPARE_DESCRIPTORS = 64  # for connections to Triton, logs and metrics
 _FULL = APIError(503, "this gateway has too many connections; try again later", code="connections_full", retry_after=1)
 
@@ -130,17 +132,20 @@ class HeadWithBody:
             self._join(b"")
 
 
-class _UpToTheEnd:
-    """Stands for the length of a body that ends with its connection: to uvicorn, no body is longer or shorter."""
+def _send_without_chunks(cycle: RequestResponseCycle) -> None:
+    """Let the body of a response end with its connection: clients of HTTP/1.0 know no chunks.
 
-    def __lt__(self, other: object) -> bool:
-        return False
+    uvicorn compares a body that has none with a length that is known beforehand, so each part is counted in before it
+    is sent.
+    """
+    send, cycle.chunked_encoding = cycle.send, False
 
-    def __ne__(self, other: object) -> bool:
-        return False
+    async def send_counted(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            cycle.expected_content_length += len(message.get("body", b""))
+        await send(message)
 
-    def __sub__(self, other: object) -> _UpToTheEnd:
-        return self
+    cycle.send = send_counted  # type: ignore[method-assign]
 
 
 class ClientConnection(HttpToolsProtocol):
@@ -155,12 +160,14 @@ class ClientConnection(HttpToolsProtocol):
     _is_idle = False  # nothing has arrived since the last request
     _head_bytes = 0  # of the last request, with trailers
     _bytes_in_parser = 0  # that came since it has told of a part of a request
+    _bytes_to_drop: int | None = None  # after a refusal; None: there was none
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._registry = cast(Connections, self.app_state[STATE])
         if not self._registry.opened(self):
-            self._refuse(_FULL)
+            self._write(_FULL)
+            self._close()  # at once: there is no room to wait for its client
             return
         self._arm(self._registry.header_timeout)
 
@@ -183,12 +190,15 @@ class ClientConnection(HttpToolsProtocol):
             self._disarm_send()
 
     def data_received(self, data: bytes) -> None:
+        if self._bytes_to_drop is not None:
+            self._drop(data)
+            return
         was_idle, self._is_idle = self._is_idle, False
         self._bytes_in_parser += len(data)
         super().data_received(data)
-        if self._bytes_in_parser > _MAX_HEAD_BYTES and not self.transport.is_closing():
+        if self._bytes_in_parser > _MAX_HEAD_BYTES and not self._is_refused:
             self._refuse(_HEAD_TOO_LARGE)
-        if was_idle and not self._has_request and not self._is_idle:  # the head is not complete
+        if was_idle and not self._has_request and not self._is_idle and not self._is_refused:  # part of a head
             self._arm(self._registry.header_timeout)
 
     def on_message_begin(self) -> None:
@@ -224,8 +234,8 @@ class ClientConnection(HttpToolsProtocol):
         if len(self.pipeline) == waiting:  # it does not wait for an earlier one
             self._answers = self.cycle
         self.cycle.transport = cast(asyncio.Transport, HeadWithBody(self.transport, self.loop))
-        if self.cycle.scope["http_version"] == "1.0":  # its clients know no chunks
-            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, cast(int, _UpToTheEnd())
+        if self.cycle.scope["http_version"] == "1.0":
+            _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:
         self._in_body = False
@@ -260,8 +270,38 @@ class ClientConnection(HttpToolsProtocol):
         """End the connection, with this error unless it would be read as the answer to an earlier request."""
         if self._is_next():
             self._write(error)
+            self._linger()
+        else:
+            self._close()
+
+    @property
+    def _is_refused(self) -> bool:
+        return self._bytes_to_drop is not None or self.transport.is_closing()
+
+    def _close(self) -> None:
         self.transport.close()
         self._watch_client()
+
+    def _linger(self) -> None:
+        """Close the connection when its client has, but drop no more than so much, and wait no longer than so long.
+
+        A close resets the connection if what has come was not read, and the client can lose the answer (RFC 9112,
+        section 9.6).
+        """
+        self._bytes_to_drop = _LINGER_BYTES
+        if self.cycle is not None and not self.cycle.response_complete:  # the refused body is its own
+            self.cycle.disconnected, self.cycle.waiting_for_100_continue = True, False
+            self.cycle.message_event.set()
+        if self.transport.can_write_eof():  # not with TLS
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._registry.waits(self)
+        self._arm(_LINGER_SECONDS)
+
+    def _drop(self, data: bytes) -> None:
+        self._bytes_to_drop = cast(int, self._bytes_to_drop) - len(data)
+        if self._bytes_to_drop < 0 and not self.transport.is_closing():
+            self.end()
 
     def _is_next(self) -> bool:
         """Whether the client waits for an answer to what arrives now, and has nothing of it."""

@@ -100,9 +100,16 @@ async def inputs_of(gateway: Gateway, model: ServedModel, body: InputBody) -> li
     if not isinstance(value, list):
         raise invalid(f"input: {EXPECTED}", "input")
     check_count(gateway, len(value), "input")
+    most = model.info.get("max_model_len") if body.truncate_prompt_tokens is None else None
     for i, one in enumerate(value):
-        if not one or not (isinstance(one, str) or (isinstance(one, list) and all(type(id_) is int for id_ in one))):
+        if not one or not (isinstance(one, str) or (isinstance(one, list) and {int}.issuperset(map(type, one)))):
             raise invalid(f"input[{i}]: {EXPECTED}, none of them empty", "input")
+        if most is not None and isinstance(one, list) and len(one) > most:
+            raise invalid(
+                f"input[{i}]: {len(one)} token ids came; at most {most} are allowed (max_model_len), so send fewer, or "
+                "set truncate_prompt_tokens",
+                "input",
+            )
     return value
 
 

@@ -75,7 +75,7 @@ class Router:
 def prefix_key(request: GenerationRequest, tokens: int) -> str | None:
     """A key that is equal for requests that can share KV blocks and have the same `routing_key`.
 
-    Prompts with equal beginnings share blocks within a model, a tenant and a cache salt.
+    Prompts with equal beginnings share blocks within a model, an adapter, a tenant and a cache salt.
 
     Args:
         request: of any kind.
@@ -84,7 +84,8 @@ def prefix_key(request: GenerationRequest, tokens: int) -> str | None:
     Returns:
         None if the prompt is too short to fill a block.
     """
-    group = [request.model, request.tenant or "", request.cache_salt or "", request.routing_key or ""]
+    names = (request.adapter, request.tenant, request.cache_salt, request.routing_key)
+    group = [request.model, *(name or "" for name in names)]
     if request.input_ids is not None:
         ids = request.input_ids[:tokens]
         return key_of([*group, "ids", *map(str, ids)]) if len(ids) >= _BLOCK else None

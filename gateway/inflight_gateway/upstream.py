@@ -167,7 +167,9 @@ class Upstream:
         self._known: dict[str, tuple[float, ServedModel]] = {}
         self._since: dict[str, int] = {}
         self._listed: tuple[float, list[ServedModel]] = (float("-inf"), [])
+        self._unlisted: tuple[float, APIError | None] = (float("-inf"), None)  # when a list failed last, and how
         self._lock = asyncio.Lock()
+        self._num_waiting = 0  # requests for a server that cannot be reached
 
     def stream(self, **arguments: Any) -> AsyncStream:
         """Send a request; arguments as for `AsyncClient.stream`, with a resolved `model`."""
@@ -184,18 +186,27 @@ class Upstream:
     async def resolve(self, name: str | None) -> ServedModel:
         """The model of a request; None means the only one.  Waits for a server that cannot be reached.
 
+        As many requests wait as can be open; the others fail at once, since each holds its body.
+
         Raises:
             APIError: as `find`.
         """
-        delay, deadline = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout
-        while True:
-            try:
-                return await self.find(name)
-            except APIError as error:
-                if error.code != "upstream_unreachable" or time.monotonic() + delay > deadline:
-                    raise
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, _MAX_DELAY)
+        delay, deadline, waits = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout, False
+        try:
+            while True:
+                try:
+                    return await self.find(name)
+                except APIError as error:
+                    if error.code != "upstream_unreachable" or time.monotonic() + delay > deadline:
+                        raise
+                    if not waits and self._num_waiting >= self._options.max_open_requests:
+                        raise
+                    self._num_waiting += not waits
+                    waits = True
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, _MAX_DELAY)
+        finally:
+            self._num_waiting -= waits
 
     async def find(self, name: str | None) -> ServedModel:
         """A model; None means the only one.
@@ -243,14 +254,26 @@ class Upstream:
         Raises:
             APIError: 503.
         """
+        asked = time.monotonic()
         async with self._lock:
+            failed, error = self._unlisted
+            if error is not None and failed >= asked:  # for another call, while this one waited
+                raise error
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
-                names = await self._names()
-                found = await asyncio.gather(*[self._look_up(name) for name in names])
-                for name in self._known.keys() - set(names):
-                    del self._known[name]
-                self._listed = time.monotonic(), [model for model in found if model is not None]
+                try:
+                    found = await self._list()
+                except APIError as failure:
+                    self._unlisted = time.monotonic(), failure
+                    raise
+                self._listed = time.monotonic(), found
             return self._listed[1]
+
+    async def _list(self) -> list[ServedModel]:
+        names = await self._names()
+        found = await asyncio.gather(*[self._look_up(name) for name in names])
+        for name in self._known.keys() - set(names):
+            del self._known[name]
+        return [model for model in found if model is not None]
 
     async def ready(self) -> bool:
         """Whether a model that takes text can serve: Triton says so, and a model of this project answers."""

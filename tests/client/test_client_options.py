@@ -15,7 +15,7 @@ import pytest
 
 from inflight_client import AsyncClient, Client
 from inflight_client.connection import Connection
-from inflight_client.request import GenerationRequest
+from inflight_client.request import GenerationRequest, checked_ids
 
 
 def build(prompt: str | None = "p", messages: Any = None, input_ids: Any = None, **options: Any) -> GenerationRequest:
@@ -269,3 +269,15 @@ def test_trace_context_is_all_that_a_propagators_headers_add() -> None:
     for bad in ("é", "a\nb", 7):
         with pytest.raises(ValueError, match=r"trace_headers: traceparent=.* must be printable ASCII"):
             build("p", trace_headers={"traceparent": bad})
+
+
+@pytest.mark.parametrize("given", [[1, True, np.int32(3)], (1, 1, 3), np.array([1, 1, 3], np.uint8), b"\x01\x01\x03"])
+def test_any_integers_are_token_ids(given: Any) -> None:
+    found = checked_ids("input_ids", given)
+    assert found == [1, 1, 3] and set(map(type, found)) == {int}
+
+
+@pytest.mark.parametrize("given", [[1.0], ["1"], [None], [[1]], np.ones(3), np.ones((2, 1), np.int64), "1"])
+def test_nothing_else_is(given: Any) -> None:
+    with pytest.raises(TypeError):
+        checked_ids("input_ids", given)

@@ -142,3 +142,19 @@ async def test_a_server_responds_if_its_model_answers_anything(
     assert await asynchronous.responds(0, "m") is await asynchronous.any_responds("m") is responds
     blocking.close()
     assert not blocking.responds(0, "m")
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+async def test_a_client_that_is_closed_while_a_server_is_asked_gets_no_answer(protocol: str) -> None:
+    """The thread or task that asks for a stalled stream goes on to the others."""
+    connections = [Connection.build("127.0.0.1:1", protocol, {})]
+    blocking, asynchronous = BlockingServers(connections, None), AsyncServers(connections)
+    blocking._transport(0).close()
+    await asynchronous._transport(0).close()
+    assert not blocking.responds(0, "m") and not await asynchronous.responds(0, "m")
+    asked = request()
+    if protocol == "grpc":
+        for servers in (blocking, asynchronous):
+            with pytest.raises(RuntimeError, match=r"the client for 127\.0\.0\.1:1 is closed; create a new one"):
+                servers.open(0, asked, None)

@@ -175,8 +175,8 @@ async def test_another_secret_and_another_checkpoint_are_a_miss(
 ) -> None:
     """Each of them changes on the server that computes the prompt, and then everything is as before.
 
-    It comes before the tests that stop engines and kill gateways: Triton can keep an unloaded model, and its engine the
-    port, for ever if streams of it were cancelled then (docs/operations/drain-and-reload.md).
+    It comes before the tests that cancel many streams: Triton keeps an unloaded model, and its engine the port, for
+    ever if a cancellation crossed the end of its stream (docs/operations/drain-and-reload.md).
     """
     more = ["--prefill-triton", prefill.grpc_address, "--handover", "64"]
 

@@ -137,6 +137,42 @@ def engine_processes(server: TritonServer) -> list[int]:
     return found
 
 
+def daemon_of(server: TritonServer) -> psutil.Process:
+    (daemon,) = [pid for pid in engine_processes(server) if DAEMON in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return psutil.Process(daemon)
+
+
+def test_a_daemon_that_is_stopped_holds_no_stream_up_and_loses_no_engine(
+    pair: TritonServer, server: TritonServer
+) -> None:
+    """Streams of both end beside it; those of an engine that dies meanwhile end once it goes on."""
+    alone = tokens_of(server, "demo", 40)
+    daemon, engine = daemon_of(pair), psutil.Process(status_of(pair)["engine"]["pid"])
+
+    def deaths() -> float:
+        return gauges(pair.metrics_address, "pair").get("inflight_engine_deaths_total", 0.0)
+
+    before = deaths()
+    daemon.suspend()
+    try:
+        assert tokens_of(pair, "pair", 40) == alone
+        assert engine.is_running() and status_of(pair)["engine"]["pid"] == engine.pid
+        engine.suspend()  # no stream ends before it is killed
+        with GrpcStream(pair.grpc_address, "pair") as stream:
+            ids = open_streams(stream, 0)
+            wait_for(lambda: sum(one["frontend"]["open_requests"] for one in frontends(pair).values()) == STREAMS)
+            engine.kill()
+            wait_for(lambda: deaths() > before)  # the daemon is asked for another engine
+            assert not any(stream.answers[key].finals for key in ids)
+            daemon.resume()
+            stream.wait(*ids)
+            assert [stream.answers[key].error for key in ids] == [None] * STREAMS
+            assert [stream.answers[key].token_ids for key in ids] == alone
+    finally:
+        daemon.resume()
+    assert daemon_of(pair) == daemon and status_of(pair)["engine"]["pid"] != engine.pid
+
+
 @pytest.mark.nightly
 def test_a_reload_gets_an_engine_of_its_own_and_an_unload_leaves_nothing(pair: TritonServer) -> None:
     old = psutil.Process(status_of(pair)["engine"]["pid"])

@@ -233,3 +233,22 @@ def test_a_chat_that_is_being_rendered_keeps_no_other_request_waiting(guarded: T
             os.kill(renderer, signal.SIGCONT)
         reading.join(60)
         assert chat.result().text
+
+
+@pytest.mark.nightly  # 21 s, in which the process could have had its core; test_render_client.py has the faults
+def test_a_renderer_that_stays_stopped_is_replaced(guarded: TritonServer) -> None:
+    renderer = renderer_of(guarded)
+    os.kill(renderer, signal.SIGSTOP)
+    chats: list[str] = []
+    with Client(guarded.grpc_address, model="mine") as client:
+
+        def ask() -> None:
+            chats.append(client.generate(messages=[{"role": "user", "content": "Return"}], max_tokens=2).text)
+
+        asking = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in asking:
+            thread.start()
+        assert client.generate("Return", max_tokens=2).text
+        for thread in asking:
+            thread.join(90)
+    assert len(chats) == 3 and all(chats) and renderer_of(guarded) != renderer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -127,3 +128,24 @@ async def start() -> AsyncIterator[Callable[..., Any]]:
             return await stack.enter_async_context(running(scripted, **options))
 
         yield begin
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> asyncio.Queue[ClientConnection]:
+    """Connections as they are made, with a small buffer in the kernel; `is_full` once much waits for the client."""
+    queue: asyncio.Queue[ClientConnection] = asyncio.Queue()
+    make, pause = ClientConnection.connection_made, ClientConnection.pause_writing
+
+    def with_small_buffer(self: ClientConnection, transport: asyncio.Transport) -> None:
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 13)
+        self.is_full = asyncio.Event()  # type: ignore[attr-defined]
+        make(self, transport)
+        queue.put_nowait(self)
+
+    def pause_writing(self: ClientConnection) -> None:
+        pause(self)
+        self.is_full.set()  # type: ignore[attr-defined]
+
+    monkeypatch.setattr(ClientConnection, "connection_made", with_small_buffer)
+    monkeypatch.setattr(ClientConnection, "pause_writing", pause_writing)
+    return queue

@@ -42,6 +42,20 @@ async def test_several_prompts_are_numbered_as_openai_numbers_them(start):
     assert [choice.text for choice in answer.choices] == ["", "[1]", "", "[2, 3]"]
 
 
+async def test_token_ids_beyond_the_context_are_refused_before_they_are_converted(start):
+    """Half a million would keep the event loop, and all other requests, waiting."""
+    front = await start(lambda request: text("a"))
+    for ids in ([7] * 500_000, [7] * 2048):
+        answer = await front.post("/v1/completions", {"model": "demo", "prompt": [[7], ids]})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "prompt")
+        assert f"{len(ids)} token ids came; at most 2047 are allowed" in error["message"]
+        assert not front.client.requests, "the client library makes no request of them"
+    assert (await front.post("/v1/completions", {"model": "demo", "prompt": [7] * 2047})).status_code == 200
+    cut = {"model": "demo", "prompt": [7] * 5000, "truncate_prompt_tokens": -1}
+    assert (await front.post("/v1/completions", cut)).status_code == 200, "the server cuts them"
+
+
 async def test_streams_of_several_prompts_keep_the_numbers(start):
     front = await start(lambda request: [*text("a", "b", "c", index=1, n=2), *text("z", index=0, n=2)])
     stream = await front.openai.completions.create(model="demo", prompt=[[1], [2, 3]], n=2, stream=True)

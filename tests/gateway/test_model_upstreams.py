@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from scripted_client import ScriptedClient, text
 
 from inflight_client import ServerUnreachableError
 from inflight_client.connection import Connection
+from inflight_gateway import upstream as upstream_module
 from inflight_gateway.app import build_app
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import Gateway
@@ -223,3 +225,51 @@ async def test_adapters_of_a_model_that_does_not_answer_are_still_known() -> Non
     assert await upstream.adapter("none") is None
     found = await upstream.find("doll")
     assert (found.name, found.adapter) == ("foo", "doll")
+
+
+async def test_calls_that_wait_for_one_that_fails_fail_with_it() -> None:
+    """Where each attempt lasts until its time is up, they would else fail one after another."""
+    client, asked, gone = ScriptedClient(lambda request: text("an answer")), [], asyncio.Event()
+
+    async def repository_index() -> list[dict[str, Any]]:
+        asked.append(1)
+        await gone.wait()
+        raise ServerUnreachableError("cannot reach 127.0.0.1:1")
+
+    client.repository_index = repository_index  # type: ignore[method-assign]
+    upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
+    calls = [asyncio.create_task(upstream.models()) for _ in range(5)]
+    while not asked:
+        await asyncio.sleep(0)
+    gone.set()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert len(asked) == 1 and {one.code for one in found if isinstance(one, APIError)} == {"upstream_unreachable"}
+    with pytest.raises(APIError):
+        await upstream.models()
+    assert len(asked) == 2, "a later call asks again"
+
+
+async def test_no_more_requests_wait_for_a_server_than_can_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    client, reachable, sleeping = ScriptedClient(lambda request: text("an answer")), asyncio.Event(), asyncio.Event()
+    metadata = client.metadata
+
+    async def unreachable(model: str) -> Any:
+        if not reachable.is_set():
+            raise ServerUnreachableError("cannot reach 127.0.0.1:1")
+        return await metadata(model)
+
+    async def sleep(seconds: float) -> None:
+        sleeping.set()
+        await reachable.wait()
+
+    client.metadata = unreachable  # type: ignore[method-assign]
+    upstream = Upstream(GatewayOptions(max_open_requests=1), client)
+    monkeypatch.setattr(upstream_module.asyncio, "sleep", sleep)
+    first = asyncio.create_task(upstream.resolve("demo"))
+    await sleeping.wait()
+    for _ in range(2):
+        with pytest.raises(APIError, match="cannot reach"):
+            await asyncio.wait_for(upstream.resolve("demo"), 20)
+    reachable.set()
+    assert (await first).name == (await upstream.resolve("demo")).name == "demo"
+    assert upstream._num_waiting == 0

@@ -117,6 +117,8 @@ OTHERS: list[GenerationRequest] = [
     request(LONG, cache_salt="a"),
     request(LONG, routing_key="a"),
     request(LONG, model="other"),
+    request(LONG, adapter="a"),
+    request(LONG, adapter="b"),
     request(LONG),
     request("A" + LONG),
     request(IDS),

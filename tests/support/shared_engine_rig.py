@@ -70,7 +70,7 @@ class Place:
 
 def start(group: EngineGroup) -> SharedEngine:
     engine = group.launch()
-    assert isinstance(engine.wait_ready(20), EngineReady)
+    assert isinstance(engine.wait_ready(60), EngineReady)
     return engine
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from inflight_tools import admin, cli, launcher
+from inflight_tools import admin, cli, demo, foreground, launcher
 from inflight_tools.launcher import LauncherError, TritonServer
 from inflight_tools.tenant_headers import forward_arguments
 
@@ -18,26 +20,42 @@ KEY = "k" * 16
 
 
 class Recorded(Exception):
-    """Ends a command where it would start a server."""
+    """Ends a command whose server is ready."""
 
     keys: ClassVar[list[str | None]] = []
 
 
+class ReadyServer:
+    """Replaces TritonServer where only its key matters."""
+
+    http_address = grpc_address = metrics_address = "127.0.0.1:1"
+
+    def __init__(self, repository: Path, admin_key: str | None, **options: Any) -> None:
+        self.admin_key = admin_key
+        Recorded.keys.append(admin_key)
+
+
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
-    def record(*repositories: Path, admin_key: str | None, **options: Any) -> None:
-        Recorded.keys.append(admin_key)
+    @contextlib.contextmanager
+    def started(*arguments: Any) -> Iterator[Callable[[], None]]:
+        yield lambda: None
+
+    def end(*arguments: Any) -> None:
         raise Recorded
 
     def run(*arguments: str, **environment: str) -> Result:
         Recorded.keys = []
         (tmp_path / "a").mkdir(exist_ok=True)
         (tmp_path / "a" / "config.pbtxt").touch()
-        folder = ["--model-repository", str(tmp_path)]
+        folder = ["--model-repository", str(tmp_path), *(["--no-openai"] if arguments[0] == "serve" else [])]
         return CliRunner().invoke(cli.app, [*arguments, *folder], env=environment)
 
     monkeypatch.delenv(admin.ENVIRONMENT, raising=False)
-    monkeypatch.setattr(launcher, "TritonServer", record)
+    monkeypatch.setattr(launcher, "TritonServer", ReadyServer)
+    monkeypatch.setattr(foreground, "started", started)
+    monkeypatch.setattr(foreground, "run_until_death", end)
+    monkeypatch.setattr(demo, "run_demo", end)
     return run
 
 

@@ -45,7 +45,7 @@ def servers(monkeypatch: pytest.MonkeyPatch) -> list[RecordingServer]:
     RecordingServer.made = []
     monkeypatch.setattr(launcher, "TritonServer", RecordingServer)
 
-    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, output: Any) -> None:
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, *shown: Any) -> None:
         server.options.update(timeout=timeout, gateway=gateway, stub_timeout=stub_timeout)
 
     monkeypatch.setattr(foreground, "run_in_foreground", run)
@@ -246,6 +246,7 @@ def test_a_port_in_use_is_one_line_and_status_1(repository: Path) -> None:
             cli.app, ["serve", "--model-repository", str(repository), "--http-port", str(port), "--grpc-port", "0"]
         )
     assert result.exit_code == 1
+    assert result.stdout == "", "no key of a server that does not serve"
     assert result.stderr.splitlines() == [
         f"inflight: port {port} (HTTP) on 127.0.0.1: Address already in use; change --http-port (0 picks a free port)"
     ]

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 
 from inflight_tools import installation, launcher
+from inflight_tools import ports as ports_module
 from inflight_tools.installation import (
     LauncherError,
     TritonInstallation,
@@ -94,6 +95,14 @@ def test_picked_ports_are_free_and_distinct() -> None:
     for port in ports:
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", port))
+
+
+def test_a_picked_port_is_none_of_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    (asked,) = pick_ports(1)
+    monkeypatch.setattr(ports_module, "_OURS", [asked])
+    monkeypatch.setattr(ports_module, "_TRIES", 1)
+    found = resolve_ports({"HTTP": asked, "GRPC": 0, "metrics": 0}, "127.0.0.1")
+    assert found["HTTP"] == asked and len(set(found.values())) == 3
 
 
 def test_a_port_in_use_names_the_port_and_the_option(repository: Path) -> None:

@@ -33,7 +33,7 @@ def checkpoint(tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, output: Any) -> None:
+    def run(server: Any, timeout: float, gateway: Any, stub_timeout: float | None, *shown: Any) -> None:
         Started.seen["gateway"] = gateway
 
     Started.seen = {}

@@ -266,7 +266,8 @@ def serve(
                     page=not no_page,
                     otlp_traces_endpoint=otlp_traces_endpoint,
                 )
-        run_in_foreground(server, timeout, beside, stub_timeout or None, ServerOutput(verbose))
+        made_key = server.admin_key if admin_key is None else None
+        run_in_foreground(server, timeout, beside, stub_timeout or None, ServerOutput(verbose), made_key)
 
 
 @app.command()
@@ -312,11 +313,12 @@ def demo(
         admin_key=_chosen_key(admin_key, unrestricted),
     )
     from inflight_tools.demo import run_demo
-    from inflight_tools.foreground import run_until_death, started
+    from inflight_tools.foreground import print_key, run_until_death, started
     from inflight_tools.server_output import ServerOutput
 
     output = ServerOutput(verbose)
     with stop_signals() as stop, one_line_errors(), started(server, _LOAD_TIMEOUT_SECONDS, stop, output) as check:
+        print_key(server.admin_key if admin_key is None else None)
         run_demo(server)
         if not exit_:
             typer.echo("Press Ctrl-C to stop.")
@@ -324,7 +326,7 @@ def demo(
 
 
 def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
-    """The admin key of a new server: the given one, none, or a random one, which is printed."""
+    """The admin key of a new server: the given one, none, or a random one."""
     if unrestricted:
         if given is not None:
             fail(f"--unrestricted and --admin-key ({admin.ENVIRONMENT}) exclude each other", status=2)
@@ -335,9 +337,7 @@ def _chosen_key(given: str | None, unrestricted: bool) -> str | None:
         except ValueError as error:
             fail(str(error), status=2)
         return given
-    key = admin.new_key()
-    typer.echo(f"admin key, for model control, shared memory, statistics, trace and log settings: {key}")
-    return key
+    return admin.new_key()
 
 
 def engine_config(model: str, options: dict[str, Any], settings: list[str]) -> EngineConfig:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from inflight_tools.gateway_process import GatewayProcess
     from inflight_tools.launcher import TritonServer
 
-__all__ = ["run_in_foreground", "run_until_death", "started"]
+__all__ = ["print_key", "run_in_foreground", "run_until_death", "started"]
 
 
 def run_in_foreground(
@@ -29,6 +29,7 @@ def run_in_foreground(
     gateway: GatewayProcess | None = None,
     stub_timeout: float | None = STUB_TIMEOUT,
     output: ServerOutput | None = None,
+    made_key: str | None = None,
 ) -> None:
     """Run `server` until it is stopped or dies.
 
@@ -41,6 +42,7 @@ def run_in_foreground(
         gateway: to be started once the server is ready; it ends with the server.
         stub_timeout: see `wait_for_death`.
         output: shows the server's log.
+        made_key: the server's admin key if it was not chosen; it is printed once the server is ready.
     """
     with (
         stop_signals() as stop,
@@ -51,6 +53,8 @@ def run_in_foreground(
         if gateway is not None:
             stack.callback(gateway.stop)  # before the server, so that its open requests can finish
             gateway.start(server.grpc_address, check)
+        print_key(made_key)
+        if gateway is not None:
             page = f" and a page for browsers at {gateway.page_url}" if gateway.page_url else ""
             typer.echo(f"ready: OpenAI's API at {gateway.url}{page}")
         typer.echo(
@@ -58,6 +62,12 @@ def run_in_foreground(
             f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
         )
         run_until_death(server, check, gateway, stub_timeout)
+
+
+def print_key(made_key: str | None) -> None:
+    """Print the admin key of a server that is ready; None: it was chosen, or there is none."""
+    if made_key is not None:
+        typer.echo(f"admin key, for model control, shared memory, statistics, trace and log settings: {made_key}")
 
 
 @contextlib.contextmanager

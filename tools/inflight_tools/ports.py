@@ -49,7 +49,8 @@ def resolve_ports(requested: Mapping[str, int | None], host: str) -> dict[str, i
             raise LauncherError(f"port {port} is given to more than one service; change {option}")
         if port:
             check_port(host, port, service, option)
-    free = iter(pick_ports(len(wanted) - len(fixed), host))
+    picked = pick_ports(len(wanted), host)  # one of them can be a requested port, which is free, too
+    free = iter([port for port in picked if port not in fixed])
     return {service: port or next(free) for service, port in wanted.items()}
 
 

@@ -159,13 +159,16 @@ class Frontends:
         """Stop serving a frontend.
 
         Returns:
-            The ids of its requests that have not ended: their output has no receiver any more.
+            The ids of its requests that have not ended: their output has no receiver any more.  None while it has
+                another pipe: its owner sends a second one if it answers so late that it was asked again.
         """
         led = self._connected[0] is frontend
         self._connected.remove(frontend)
         frontend.close()
         if led and self._connected:
             self._tell_counted(self._connected[0])
+        if any(other.number == frontend.number for other in self._connected):
+            return []
         return [request_id for request_id in self._live_ids if _number(request_id) == frontend.number]
 
     def _tell_counted(self, leading: Frontend) -> None:

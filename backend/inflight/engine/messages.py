@@ -72,7 +72,7 @@ class AddRequest(msgspec.Struct, array_like=True, tag=1, frozen=True):
 
 
 class AbortRequest(msgspec.Struct, array_like=True, tag=2, frozen=True):
-    """Frontend -> engine: stop one sequence of a request, or all of them (`index` None).
+    """Frontend -> engine: stop one sequence of a request that has output there, or all of them (`index` None).
 
     No delta follows for an aborted sequence; its blocks are free after the step in flight.
     """

@@ -17,7 +17,7 @@ class RequestChoice(Protocol):
         """`attached` with the choice for a request of these lengths."""
 
     def salt(self, attached: Attached) -> str:
-        """Equal for two requests if equal tokens have the same KV in both; other requests never share a prefix."""
+        """Equal if equal tokens have the same KV in both requests, else they share no prefix; "": as with no choice."""
 
 
 def attach_choices(

@@ -76,7 +76,7 @@ def make_sequences(
     outputs = message.output_token_ids or [[]] * params.n
     attached = attach_choices(info.choices, len(message.prompt_token_ids), params.max_tokens, message.attached)
     salt = message.cache_salt if caches_prefixes else f"request {message.request_id}"
-    salts = (salt, *(choice.salt(attached) for choice in info.choices))
+    salts = (salt, *filter(None, (choice.salt(attached) for choice in info.choices)))
     pooling, longest = _pooling(message), _longest(message, info)
     shares = not info.whole_prompts and (pooling is None or pooling.kind == "last")
     first = next(index for index, output in enumerate(outputs) if output is not None)

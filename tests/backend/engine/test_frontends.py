@@ -417,6 +417,20 @@ def test_frontends_come_and_go_through_the_owners_pipe():
     assert not core.live_ids
 
 
+def test_the_requests_of_a_frontend_stay_while_it_has_another_pipe():
+    """Its owner has sent two, because it answered the first time too late."""
+    core = make_core(Info())
+    engine = Engine(core)
+    expected, _ = expected_output(PROMPT, LONG, core.info)
+    late, used = engine.connect(3), engine.connect(3)
+    used.send_bytes(encode(AddRequest(request_id(3, 1), PROMPT, LONG)))
+    late.close()
+    assert stream(used, request_id(3, 1)) == expected
+    used.close()
+    engine.stop()
+    assert not core.live_ids
+
+
 def test_a_frontend_that_reads_nothing_does_not_stop_the_others():
     core = make_core(Info(max_model_len=400))
     engine = Engine(core)

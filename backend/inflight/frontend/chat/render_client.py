@@ -109,8 +109,9 @@ class RenderClient:
         if self._closed:
             raise ChatTemplateError("the model is being unloaded")
         ours, theirs = socket.socketpair()
-        # A send must end even if the process is stopped and reads nothing.
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(self._patience), 0))
+        # A send or receive must end even if the process is stopped in the middle of it.
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(self._patience), 0))
         with theirs:
             self._popen = subprocess.Popen(
                 [*module_command("inflight.frontend.chat.render_worker"), "--fd", str(theirs.fileno())],
@@ -138,7 +139,7 @@ class RenderClient:
         raise ChatTemplateError("the process that renders the chat template cannot be started")
 
     def _ask(self, frame: bytes | None, patience: float) -> bytes | None:
-        """Wait `patience` seconds for the answer; None if the process is gone, and a new one can be asked.
+        """Wait `patience` seconds for the answer; None if the process is gone or stopped, and a new one can be asked.
 
         Raises:
             ChatTemplateError: it took too long.
@@ -152,8 +153,8 @@ class RenderClient:
                 return self._connection.recv_bytes(MAX_TEXT_BYTES + 1)
         except (EOFError, OSError):
             pass
-        is_late = time.monotonic() - asked >= patience
-        if self._end() == -signal.SIGVTALRM or is_late:
+        is_late, is_stopped = time.monotonic() - asked >= patience, self._is_stopped()
+        if self._end() == -signal.SIGVTALRM or (is_late and not is_stopped):
             raise ChatTemplateError(f"the chat template took more than {self._seconds:g} s (chat_template_timeout)")
         return None
 
@@ -161,6 +162,14 @@ class RenderClient:
         if answer[:1] == ERROR:
             raise ChatTemplateError(answer[1:].decode())
         return answer[1:]
+
+    def _is_stopped(self) -> bool:
+        """By a signal or a debugger: the template is not to blame for the time."""
+        try:
+            with open(f"/proc/{self._popen.pid if self._popen else 0}/stat", encoding="ascii") as file:
+                return file.read().rpartition(")")[2].split()[0] in "Tt"
+        except (OSError, ValueError):  # it is gone
+            return False
 
     def _end(self) -> int | None:
         """End the process, if there is one; returns its exit status, or None."""

@@ -125,6 +125,7 @@ class EngineGroup:
         self._process: subprocess.Popen[bytes] | None = None  # the daemon, if it is our child
         self._changed = threading.Condition()  # guards all below
         self._daemon: socket.socket | None = None
+        self._asked = 0  # engine processes so far; answers to all but the last question are too late
         self._grant: tuple[int, int, socket.socket, Heartbeat] | str | None = None
         self._turn = True  # at the engine process that was granted last
         self._on_turn: Callable[[bool], None] = lambda ours: None
@@ -149,7 +150,12 @@ class EngineGroup:
             )
         if self._daemon is None:
             self._join()
-        self._send({"op": "engine"})
+        with self._changed:
+            self._asked += 1
+            late, self._grant = self._grant, None
+        if isinstance(late, tuple):
+            late[2].close()
+        self._send({"op": "engine", "asked": self._asked})
         with self._changed:
             self._changed.wait_for(lambda: self._grant is not None or self._daemon is None, _JOIN_SECONDS)
             grant, self._grant = self._grant, None
@@ -322,7 +328,10 @@ class EngineGroup:
                 self._changed.notify_all()
 
     def _take(self, packet: dict[str, Any], descriptors: Sequence[int]) -> None:
-        if packet["op"] == "engine":
+        if packet.get("asked", self._asked) != self._asked:  # its pipe would repeat what another one says
+            for descriptor in descriptors:
+                os.close(descriptor)
+        elif packet["op"] == "engine":
             pipe, page = descriptors
             heartbeat = Heartbeat(page, self._config.max_num_seqs)
             os.close(page)

@@ -222,7 +222,7 @@ class SharedEngineDaemon:
         if kind == "join":
             self._join(member, packet["instance"], packet["number"])
         elif kind == "engine":
-            self._give_engine(member)
+            self._give_engine(member, packet["asked"])
         elif kind == "kill":
             if self._engine is not None and self._engine.number == packet["engine"]:
                 self._engine.kill(packet["reason"])
@@ -271,13 +271,18 @@ class SharedEngineDaemon:
 
     # -- the engine process ----------------------------------------------------------------
 
-    def _give_engine(self, member: _Member) -> None:
-        """Send a pipe to the engine process, which is started if there is none."""
+    def _give_engine(self, member: _Member, asked: int) -> None:
+        """Send a pipe to the engine process, which is started if there is none.
+
+        Args:
+            asked: number of the member's question.
+        """
         if self._engine is None:
             try:
                 self._start()
             except OSError as error:
-                return self._send(member, {"op": "error", "text": f"cannot start the engine process: {error}"})
+                text = f"cannot start the engine process: {error}"
+                return self._send(member, {"op": "error", "asked": asked, "text": text})
         engine = self._engine
         assert engine is not None
         theirs, pipe = socket.socketpair()
@@ -288,6 +293,7 @@ class SharedEngineDaemon:
                 socket.send_fds(engine.pipe, [member.number.to_bytes(4, "big")], [pipe.fileno()])
             packet = {
                 "op": "engine",
+                "asked": asked,
                 "engine": engine.number,
                 "pid": engine.process.pid,
                 "turn": self._has_turn(member),

@@ -1,70 +1,25 @@
-"""KV events over real sockets: order, replay, subscribers that come late, stop or speak nonsense, engines that die."""
+"""KV events over real sockets: order, subscribers that come late or speak nonsense, engines that die."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
-from array import array
 from contextlib import ExitStack, closing
-from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import zmq
-from kv_events_rig import SECONDS, Ear, Subscriber, number
-from kv_events_sockets import publishing
+from kv_events_rig import SECONDS, Ear, Subscriber
+from kv_events_sockets import END, Probe, end, known, publishing, removed, stored, through
 
 from inflight.config import ConfigError, EngineConfig
 from inflight.engine.kv_events import publisher as publisher_module
 from inflight.engine.kv_events.endpoint import of_rank
-from inflight.engine.kv_events.known_blocks import Change, Cleared, Removed, Stored
+from inflight.engine.kv_events.known_blocks import Change, Cleared
 from inflight.engine.kv_events.kv_events import make_kv_events
-from inflight.engine.kv_events.publisher import ZmqPublisher
 from inflight_tools.ports import pick_ports
-
-END = b"\xff" * 8
-
-
-def block_hash(index: int) -> bytes:
-    return (2 * index).to_bytes(8, "big") + bytes(8)
-
-
-def stored(index: int, parent: int | None = None, num_tokens: int = 4) -> Stored:
-    before = None if parent is None else block_hash(parent)
-    return Stored(before, [block_hash(index)], array("i", [index] * num_tokens), None)
-
-
-def removed(*indices: int) -> Removed:
-    return Removed([block_hash(index) for index in indices])
-
-
-def known(*indices: int) -> set[int]:
-    return {number(block_hash(index)) for index in indices}
-
-
-def replay(endpoint: str, first: int) -> list[tuple[int, bytes]]:
-    """A REQ socket would get the first answer only."""
-    with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
-        asks.setsockopt(zmq.RCVTIMEO, SECONDS)
-        asks.setsockopt(zmq.LINGER, 0)
-        asks.connect(endpoint)
-        asks.send_multipart([b"", first.to_bytes(8, "big")])
-        found = []
-        _, topic, number_, payload = asks.recv_multipart()
-        while number_ != END:
-            found.append((int.from_bytes(number_, "big"), payload))
-            _, topic, number_, payload = asks.recv_multipart()
-        assert (topic, payload) == (b"", b"")
-        return found
-
-
-@pytest.fixture
-def endpoint(tmp_path: Path) -> str:
-    return f"ipc://{tmp_path}/events"
 
 
 def test_a_subscriber_gets_every_batch_in_order_after_all_there_was_before(endpoint):
@@ -98,43 +53,6 @@ def test_a_second_subscriber_gets_all_and_the_first_one_stays_right(endpoint, mo
                 assert set(ear.knows.blocks) == known(1, 2)
 
 
-def test_what_was_missed_is_sent_again(endpoint):
-    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=50) as engine:
-        with closing(Ear(endpoint)) as ear:
-            ear.hear()
-            for index in range(1, 41):
-                engine.put([stored(index)])
-            ear.hear_until(lambda: len(ear.knows.blocks) == 20)
-            reached = ear.knows.last
-            late = Subscriber()
-            late.blocks, late.last = dict(ear.knows.blocks), reached
-            ear.hear_until(lambda: len(ear.knows.blocks) == 40)
-        for number_, payload in replay(f"{endpoint}-replay", reached + 1):
-            late.take(payload, number_)
-        assert (late.gaps, late.blocks, late.last) == (0, ear.knows.blocks, ear.knows.last)
-        assert replay(f"{endpoint}-replay", late.last + 1) == []
-
-
-@pytest.mark.parametrize(("num_blocks", "asked"), [(30, 0), (2000, 0), (2000, 20)])
-def test_what_is_not_kept_any_more_is_replaced_by_all_there_is(endpoint, num_blocks, asked):
-    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=10) as engine:
-        engine.put([stored(0)])
-        engine.put([stored(index) for index in range(1, num_blocks)])
-        for _ in range(30):
-            engine.put([removed(0), stored(0)])
-        engine.put([stored(num_blocks)])
-        late = Subscriber()
-        late.blocks[7] = late.blocks[8] = None  # of an engine that is no more
-        late.last = asked - 1
-        with closing(Ear(endpoint)) as ear:
-            ear.hear_until(lambda: known(*range(num_blocks + 1)) <= set(ear.knows.blocks))
-            for number_, payload in replay(f"{endpoint}-replay", asked):
-                assert number_ > late.last
-                late.take(payload, number_)
-            ear.hear_until(lambda: ear.knows.last == late.last)
-            assert late.blocks == ear.knows.blocks
-
-
 def test_nonsense_from_subscribers_ends_nothing(endpoint):
     with publishing(endpoint, replay_endpoint=f"{endpoint}-replay") as engine:
         with closing(zmq.Context.instance().socket(zmq.DEALER)) as liar:
@@ -152,71 +70,6 @@ def test_nonsense_from_subscribers_ends_nothing(endpoint):
             with closing(Ear(endpoint)) as ear:
                 engine.put([stored(1)])
                 ear.hear_until(lambda: set(ear.knows.blocks) == known(1))
-
-
-def test_a_subscriber_that_stops_delays_no_one_and_catches_up(endpoint, tmp_path):
-    """It is stopped by SIGSTOP; the engine's calls return, another subscriber hears all, and it finds the gap."""
-    script = (
-        "import sys\nfrom kv_events_rig import Ear\nfrom test_publisher import replay\n"
-        "ear = Ear(sys.argv[1], RCVHWM=1)\near.hear()\nprint('hears', flush=True)\n"
-        "while True:\n"
-        "    topic, number, payload = ear.socket.recv_multipart()\n"
-        "    number = int.from_bytes(number, 'big')\n"
-        "    if number > ear.knows.last + 1:\n"
-        "        ear.knows.gaps += 1\n"
-        "        for again, missed in replay(sys.argv[1] + '-replay', ear.knows.last + 1):\n"
-        "            ear.knows.take(missed, again)\n"
-        "    elif number == ear.knows.last + 1:\n"
-        "        ear.knows.take(payload, number)\n"
-        "    if int(sys.argv[2]) in ear.knows.blocks:\n"
-        "        print(len(ear.knows.blocks), ear.knows.gaps > 1, flush=True)\n"
-        "        break\n"
-    )
-    count = 400
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
-    last = str(number(block_hash(count)))
-    size = 20_000  # 60 KB a batch: sockets hold few of them
-    command = [sys.executable, "-c", script, endpoint, last]
-    with (
-        publishing(endpoint, size, replay_endpoint=f"{endpoint}-replay", hwm=1, buffer_steps=3) as engine,
-        subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as child,
-    ):
-        try:
-            assert child.stdout is not None
-            assert child.stdout.readline() == "hears\n"
-            child.send_signal(signal.SIGSTOP)
-            os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
-            for index in range(1, count + 1):
-                assert engine.put([stored(index, num_tokens=size)])
-                if index > 4:
-                    assert engine.put([removed(index - 4)])
-            drained = threading.Event()  # the thread is through with all of them
-            engine._queue.append([Probe(drained)])
-            os.eventfd_write(engine._wake, 1)
-            assert drained.wait(SECONDS / 1000)
-            child.send_signal(signal.SIGCONT)
-            while child.poll() is None:  # whatever it lost, the next batch shows the gap
-                engine.put([stored(1, num_tokens=size), removed(1)])
-                try:
-                    child.wait(0.05)
-                except subprocess.TimeoutExpired:
-                    continue
-            assert child.stdout.read() == "4 True\n"
-        finally:
-            child.kill()
-
-
-class Probe:
-    """A change that tells the test instead."""
-
-    def __init__(self, reached: threading.Event, goes_on: threading.Event | None = None) -> None:
-        self.reached, self.goes_on = reached, goes_on
-
-    def tell(self, known_blocks: Any) -> Any:
-        self.reached.set()
-        if self.goes_on is not None:
-            assert self.goes_on.wait(SECONDS / 1000)
-        return removed().tell(known_blocks)
 
 
 def test_a_full_queue_drops_batches_and_never_waits(endpoint):
@@ -249,12 +102,12 @@ def test_a_batch_that_cannot_be_published_costs_no_other(endpoint, monkeypatch):
 def test_an_engine_that_is_killed_is_forgotten_once_the_next_one_publishes(tmp_path):
     endpoint, (port,) = "tcp://127.0.0.1:{}", pick_ports(1)
     script = (
-        "import sys, signal\nfrom kv_events_sockets import publishing\nfrom test_publisher import stored\n"
+        "import sys, signal\nfrom kv_events_sockets import publishing, stored\n"
         "with publishing(f'tcp://lo:{sys.argv[1]}') as engine:\n"
         "    engine.put([stored(index) for index in map(int, sys.argv[2:])])\n"
         "    print('ready', flush=True)\n    signal.pause()\n"
     )
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(Path(__file__).parent)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     with closing(Ear(endpoint.format(port))) as ear:
         for blocks in ((1, 2, 3), (4,), ()):
             command = [sys.executable, "-c", script, str(port), *map(str, blocks)]
@@ -319,21 +172,6 @@ def test_while_an_address_is_taken_batches_do_not_try_it_and_a_new_error_is_told
             ear.hear_until(lambda: set(ear.knows.blocks) == known(2))
 
 
-def through(engine: ZmqPublisher) -> None:
-    """Wait until a turn of the thread has begun and ended."""
-    reached, ended, poller = threading.Event(), threading.Event(), engine._poller
-
-    def before_the_next() -> Any:
-        ended.set()
-        return poller()
-
-    assert engine.put([Probe(reached)])
-    assert reached.wait(SECONDS / 1000)
-    with mock.patch.object(engine, "_poller", before_the_next):
-        assert engine.put([removed()])
-        assert ended.wait(SECONDS / 1000)
-
-
 def test_ten_quick_subscriptions_cost_two_snapshots(endpoint):
     now = [0.0]
     with publishing(endpoint, clock=lambda: now[0]) as engine, ExitStack() as stack:
@@ -355,69 +193,6 @@ def test_ten_quick_subscriptions_cost_two_snapshots(endpoint):
         assert [ear.knows.num_cleared for ear in ears] == [2] + [1] * 9
 
 
-def test_an_asker_that_reads_nothing_keeps_one_answer_and_delays_no_other(endpoint, monkeypatch):
-    monkeypatch.setattr(publisher_module, "_ANSWER_HWM", 2)
-    monkeypatch.setattr(publisher_module, "_LOOK_SECONDS", 0.001)
-    now, size, count = [0.0], 20_000, 60  # 60 KB a batch: sockets hold few of them
-    address = f"{endpoint}-replay"
-    with publishing(endpoint, size, lambda: now[0], replay_endpoint=address) as engine:
-        for index in range(count):
-            engine.put([stored(index, num_tokens=size)])
-        with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
-            for name, value in ((zmq.RCVTIMEO, SECONDS), (zmq.LINGER, 0), (zmq.RCVHWM, 1)):
-                asks.setsockopt(name, value)
-            asks.connect(address)
-            asks.send_multipart([b"", bytes(8)])
-            assert asks.poll(SECONDS)
-            for _ in range(3):
-                asks.send_multipart([b"", bytes(8)])
-                assert [number_ for number_, _ in replay(address, 0)] == [*range(count)]
-            assert max(len(answer.messages) for answer in list(engine._answers.values())) > count // 2
-            numbers = []
-            while not numbers or numbers[-1] != END:
-                numbers.append(asks.recv_multipart()[2])
-            heard = [int.from_bytes(one, "big") for one in numbers[:-1]]
-            assert heard[-count:] == [*range(count)] and len(heard) < 2 * count
-            asks.send_multipart([b"", bytes(8)])
-            assert asks.poll(SECONDS)
-            for now[0] in range(20, 20 * count, 20):  # it reads nothing for so long, once its socket is full
-                through(engine)
-            assert not engine._answers
-
-
-def test_what_is_asked_for_late_is_encoded_in_parts_and_ends_with_the_engine(endpoint, monkeypatch):
-    with publishing(endpoint, replay_endpoint=f"{endpoint}-replay", buffer_steps=1) as engine:
-        engine.put([stored(index) for index in range(3000)])
-        for _ in range(30):
-            engine.put([stored(0)])
-        through(engine)
-        calls: list[str] = []
-        reached, goes_on = threading.Event(), threading.Event()
-        pause, payload = engine._pause, engine._payload
-
-        def paused() -> None:
-            calls.append("pause")
-            pause()
-
-        def encoded(events: list[Any]) -> bytes:
-            calls.append("payload")
-            if calls.count("payload") == 3:
-                reached.set()
-                assert goes_on.wait(SECONDS / 1000)
-            return payload(events)
-
-        monkeypatch.setattr(engine, "_pause", paused)
-        monkeypatch.setattr(engine, "_payload", encoded)
-        with closing(zmq.Context.instance().socket(zmq.DEALER)) as asks:
-            asks.setsockopt(zmq.LINGER, 0)
-            asks.connect(f"{endpoint}-replay")
-            asks.send_multipart([b"", bytes(8)])
-            assert reached.wait(SECONDS / 1000)
-            assert calls[-5:] == ["payload", "pause", "payload", "pause", "payload"]
-            end(engine, goes_on)
-        assert calls.count("payload") == 4  # the last one: all blocks are gone
-
-
 def test_batches_that_wait_end_with_the_engine(endpoint):
     with publishing(endpoint) as engine, closing(Ear(endpoint)) as ear:
         ear.hear()
@@ -430,17 +205,6 @@ def test_batches_that_wait_end_with_the_engine(endpoint):
         end(engine, goes_on)
         ear.hear_until(lambda: ear.knows.num_cleared == 2)
         assert ear.knows.last <= before + 2  # the batch that it was in, and that all blocks are gone
-
-
-def end(engine: ZmqPublisher, goes_on: threading.Event) -> None:
-    """Close it while its thread waits for `goes_on`."""
-    closes = threading.Thread(target=engine.close)
-    with mock.patch.object(engine._thread, "join", lambda timeout: goes_on.set()):  # it is told by now
-        closes.start()
-        closes.join()
-    engine._thread.join(SECONDS / 1000)
-    assert not engine._thread.is_alive()
-    os.close(engine._wake)
 
 
 def test_an_engine_can_connect_to_its_subscriber():

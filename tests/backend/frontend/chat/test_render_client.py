@@ -110,16 +110,57 @@ def test_a_process_that_is_killed_is_replaced() -> None:
     renderer.close()
 
 
-def test_a_process_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    renderer = process("{{ messages[0].content }}")
+def stopped(renderer: RenderClient) -> None:
+    """Its process is stopped; the one that replaces it has all the time that it needs."""
+    start, popen = renderer._start, renderer._popen
+    assert popen is not None
+
+    def start_another() -> None:
+        renderer._patience = 60
+        start()
+
+    renderer._start = start_another  # type: ignore[method-assign]
+    os.kill(popen.pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, popen.pid, os.WSTOPPED | os.WNOWAIT)
+
+
+@pytest.mark.parametrize("length", [10, 10**6])  # the second one does not fit into the socket
+def test_a_process_that_is_stopped_is_replaced_and_the_chat_is_rendered(length: int) -> None:
+    renderer = RenderClient("{{ messages[0].content }}", {}, 5, SIZE)
+    renderer._patience = 1
+    renderer.check()
+    stopped(renderer)
+    text = "a" * length
+    assert renderer.render(json.dumps([{"role": "user", "content": text}])) == text
+    renderer.close()
+
+
+def test_a_process_that_is_stopped_while_it_sends_is_replaced() -> None:
+    renderer = RenderClient("{{ messages[0].content * 10**6 }}", {}, 5, SIZE)
+    renderer._patience = 1
+    renderer.check()
+    popen, ours = renderer._popen, renderer._connection
+    assert popen is not None and ours is not None
+    ours.send_bytes(USER.encode())
+    assert ours.poll(60)
+    while process_state(popen.pid) != "S":  # there is no room for more
+        time.sleep(0.01)
+    stopped(renderer)
+    assert renderer._ask(None, 0.1) is None
+    assert renderer.render(USER) == "hello" * 10**6
+    renderer.close()
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_process_that_is_only_late_fails_its_chat() -> None:
+    renderer = process(LOOP, seconds=3600)
     renderer.check()
     renderer._patience = 0.2
-    assert renderer._popen is not None
-    os.kill(renderer._popen.pid, signal.SIGSTOP)
     with pytest.raises(ChatTemplateError, match="took more than"):
         renderer.render(USER)
-    renderer._patience = 60
-    assert renderer.render(USER) == "hello"
     renderer.close()
 
 

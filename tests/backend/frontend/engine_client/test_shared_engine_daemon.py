@@ -12,8 +12,9 @@ from fake_engine import echo
 from shared_engine_rig import Place, alive, answer, ask, read_to_the_end, sockets, start, wait_for
 
 from inflight.config import EngineConfig
+from inflight.frontend.engine_client import shared_engine
 from inflight.frontend.engine_client.engine_process import EngineStartError
-from inflight.frontend.engine_client.shared_engine import SharedEngine
+from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
 
 
 def test_two_stubs_share_one_engine_and_the_last_one_ends_it(place: Place) -> None:
@@ -230,3 +231,47 @@ def test_when_the_daemon_is_killed_the_stubs_start_another(place: Place) -> None
     again = [start(group) for group in reversed(groups)]
     assert again[0].pid == again[1].pid
     assert [group.number for group in groups] == [0, 1], "ids of open requests stay what they are"
+
+
+def test_engines_that_a_stopped_daemon_grants_too_late_are_not_used(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read later, such a pipe repeats what another one has said, though its engine has died."""
+    group, other, heard = place.group("m_0"), place.group("m_1"), list[str]()
+    group.hear(heard.append)
+    first = start(group)
+    start(other)
+    daemon = group._process
+    assert daemon is not None
+    daemon.send_signal(signal.SIGSTOP)
+    os.kill(first.pid, signal.SIGKILL)
+    read_to_the_end(first)
+    monkeypatch.setattr(shared_engine, "_JOIN_SECONDS", 0.05)
+    for _ in range(3):
+        with pytest.raises(EngineStartError, match="died or hangs"):
+            group.launch()
+    monkeypatch.undo()
+    other.tell("")
+    daemon.send_signal(signal.SIGCONT)
+    wait_for(lambda: heard)  # behind all that was granted
+    for count, prompt in enumerate([[7, 8], [9, 10]], 2):
+        engine = started_again(group)
+        ask(engine, 1, prompt)
+        assert answer(engine) == echo(prompt, 5)
+        other.tell("")
+        wait_for(lambda count=count: len(heard) == count)
+        assert group._grant is None
+        os.kill(engine.pid, signal.SIGKILL)
+        read_to_the_end(engine)
+        engine.close()
+
+
+def started_again(group: EngineGroup) -> SharedEngine:
+    """As by a supervisor: it asks once more if an engine dies before it is ready."""
+    while True:
+        engine = group.launch()
+        try:
+            engine.wait_ready(60)
+            return engine
+        except EngineStartError:
+            engine.close()
