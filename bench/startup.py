@@ -25,6 +25,7 @@ ready.  The file of kept weights is made by a start that is not timed.  `--token
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -210,8 +211,11 @@ def with_forks(pids: list[int]) -> set[int]:
 
 def want_a_core(pid: int) -> bool:
     """Whether a thread of this process runs, or would, if a core were free."""
-    states = (path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-    return "R" in states
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if path.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def forks(pid: int) -> list[int]:

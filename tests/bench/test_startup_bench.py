@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,3 +107,9 @@ def test_a_thread_that_runs_wants_a_core() -> None:
         while startup.want_a_core(child.pid):  # until it waits for its input
             pass
         child.stdin.close()
+
+
+def test_a_thread_that_has_ended_wants_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end between the listing and the look at it."""
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [path / "0" / "stat"])
+    assert not startup.want_a_core(os.getpid())

@@ -6,15 +6,11 @@ import contextlib
 import json
 import re
 import sys
-from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
-
-from inflight.grammars.merges import LettersAndMerges, MergeTables, merge_tables
 
 __all__ = ["Vocabulary", "read_vocabulary"]
 
@@ -51,126 +47,45 @@ def read_vocabulary(tokenizer_json: str) -> Vocabulary:
     Raises:
         ValueError: a token's bytes depend on its neighbours, or the decoder is not known here.
     """
-    tokenizer = _read(tokenizer_json)
-    encode, added = tokenizer.encode, tokenizer.added
+    tokenizer, vocabulary = _read(tokenizer_json)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    to_bytes = _bytes_of(None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()))
+    tokens = [b""] * (max(vocabulary.values(), default=-1) + 1)
+    for text, token in vocabulary.items():
+        tokens[token] = to_bytes(text)
+    special_ids, names = [], {}
+    for token, added in tokenizer.get_added_tokens_decoder().items():
+        tokens[token] = added.content.encode()
+        if added.special:
+            special_ids.append(token)
+            names[added.content] = token
     # Some put a space before a text, and none before a text that goes on behind a letter.
-    anchor = encode("a")
+    anchor = tokenizer.encode("a", add_special_tokens=False).ids
 
-    def encode_within(text: str) -> list[int]:
-        ids = encode("a" + text)
+    def encode(text: str) -> list[int]:
+        ids = tokenizer.encode("a" + text, add_special_tokens=False).ids
         if ids[: len(anchor)] == anchor:
             return ids[len(anchor) :]
-        return encode(text)
+        return tokenizer.encode(text, add_special_tokens=False).ids
 
-    specials = {token: content for token, (content, is_special) in added.items() if is_special}
-    found = Vocabulary([], [*specials], {content: token for token, content in specials.items()}, encode_within)
-    # Last: what is made beside them would keep memory that they leave.
-    to_bytes = _bytes_of(tokenizer.decoder)
-    tokens = [b""] * (max([*tokenizer.entries.values(), *added], default=-1) + 1)
-    for text, token in tokenizer.entries.items():
-        tokens[token] = to_bytes(text)
-    for token, (content, _) in added.items():
-        tokens[token] = content.encode()
-    found.tokens = tokens
-    return found
+    return Vocabulary(tokens, special_ids, names, encode)
 
 
-class _Entries:
-    """A vocabulary in three large objects: text -> token id."""
+def _read(tokenizer_json: str) -> tuple[Any, dict[str, int]]:
+    """`Tokenizer.from_str` and its tokens.
 
-    def __init__(self, vocab: dict[str, int]) -> None:
-        self._text = "".join(vocab)
-        self._ends = array("I", accumulate(map(len, vocab)))
-        self._ids = array("I", vocab.values())
-
-    def values(self) -> Iterable[int]:
-        return self._ids
-
-    def items(self) -> Iterable[tuple[str, int]]:
-        start = 0
-        for end, token in zip(self._ends, self._ids):
-            yield self._text[start:end], token
-            start = end
-
-
-class _Tokenizer(NamedTuple):
-    """The parts of a tokenizer that a vocabulary is made of.
-
-    Attributes:
-        entries: id of each token as tokenizer.json writes it, perhaps without added ones.
-        added: content of each added token, by its id, and whether it is special.
-        decoder: as tokenizer.json has it.
-        encode: text -> token ids.
-    """
-
-    entries: dict[str, int] | _Entries
-    added: dict[int, tuple[str, bool]]
-    decoder: dict[str, Any] | None
-    encode: Callable[[str], list[int]]
-
-
-def _read(tokenizer_json: str) -> _Tokenizer:
-    """The tokenizer that `Tokenizer.from_str` reads, in less memory: most BPEs in a tenth, any in three quarters.
-
-    The library's own parser leaves tables among what it frees.
+    A BPE takes a quarter less memory: the library's own parser leaves tables among what it frees, as `msgspec` leaves
+    the keys that it remembers.
     """
     from tokenizers import Tokenizer
 
     with contextlib.suppress(Exception):  # the library has words for what is wrong
-        tables = _tables(tokenizer_json)
-        if tables is not None:
-            return _merged_here(*tables)
-        compact = _compact(_parts(tokenizer_json))
-        if compact is not None:
-            return _of_the_library(*compact)
+        found = _compact(json.loads(tokenizer_json))
+        if found is not None:
+            return found
     tokenizer: Any = Tokenizer.from_str(tokenizer_json)
-    return _of_the_library(tokenizer, tokenizer.get_vocab(with_added_tokens=True))
-
-
-def _tables(tokenizer_json: str) -> tuple[MergeTables, _Entries] | None:
-    """None if the words of this tokenizer are not merged by the ranks of pairs alone."""
-    parts = _parts(tokenizer_json)
-    model = parts["model"]
-    tables = merge_tables(parts, _pairs(model["merges"])) if _is_known_bpe(model) else None
-    return None if tables is None else (tables, _Entries(model["vocab"]))
-
-
-def _merged_here(tables: MergeTables, entries: _Entries) -> _Tokenizer:
-    parts = json.loads(tables.rest)
-    added = {token["id"]: (token["content"], token["special"]) for token in parts["added_tokens"]}
-    return _Tokenizer(entries, added, parts["decoder"], LettersAndMerges(tables).encode)
-
-
-def _parts(tokenizer_json: str) -> dict[str, Any]:
-    """Of tokenizer.json.
-
-    `msgspec`, which is faster, remembers keys that it has read, and each would keep a page or more of what is freed.
-    """
-    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
-    model = msgspec.json.decode(parts.pop("model"), type=dict[str, msgspec.Raw])
-    vocab = json.loads(bytes(model.pop("vocab")))
-    decoded = {name: msgspec.json.decode(part) for name, part in parts.items()}
-    return {**decoded, "model": {"vocab": vocab, **{name: msgspec.json.decode(part) for name, part in model.items()}}}
-
-
-def _of_the_library(tokenizer: Any, vocabulary: dict[str, int]) -> _Tokenizer:
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return _Tokenizer(
-        vocabulary,
-        {token: (added.content, added.special) for token, added in tokenizer.get_added_tokens_decoder().items()},
-        None if tokenizer.decoder is None else json.loads(tokenizer.decoder.__getstate__()),
-        lambda text: tokenizer.encode(text, add_special_tokens=False).ids,
-    )
-
-
-def _is_known_bpe(model: dict[str, Any]) -> bool:
-    return model.get("type") == "BPE" and {*model} <= {"type", "vocab", "merges", *_BPE_OPTIONS}
-
-
-def _pairs(merges: list[Any]) -> list[Any]:
-    """Older versions wrote a pair as one text."""
-    return [merge.split(" ") for merge in merges] if merges and isinstance(merges[0], str) else merges
+    return tokenizer, tokenizer.get_vocab(with_added_tokens=True)
 
 
 def _compact(parts: dict[str, Any]) -> tuple[Any, dict[str, int]] | None:
@@ -182,9 +97,11 @@ def _compact(parts: dict[str, Any]) -> tuple[Any, dict[str, int]] | None:
     from tokenizers import AddedToken, Tokenizer, models
 
     model, added = parts["model"], parts["added_tokens"]
-    if not _is_known_bpe(model):
+    if model.get("type") != "BPE" or not {*model} <= {"type", "vocab", "merges", *_BPE_OPTIONS}:
         return None
-    vocab, merges = model["vocab"], _pairs(model["merges"])
+    vocab, merges = model["vocab"], model["merges"]
+    if merges and isinstance(merges[0], str):  # as older versions wrote them
+        merges = [merge.split(" ") for merge in merges]
     options = {name: model[name] for name in _BPE_OPTIONS if model.get(name) is not None}
     parts["added_tokens"], model["vocab"], model["merges"] = [], {}, []
     tokenizer: Any = Tokenizer.from_str(json.dumps(parts))

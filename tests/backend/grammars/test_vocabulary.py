@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from llguidance import LLTokenizer
 from panics import Panic
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -267,6 +268,22 @@ def test_what_a_vocabulary_is_made_of_is_given_back(monkeypatch: pytest.MonkeyPa
     assert tokenizer.vocab_size == VOCAB + 1, "masks have a bit that is never set"
     assert tokenizer.decode_bytes([VOCAB]) == b"<[%d]>" % VOCAB, "it has bytes"
     assert names == read[0].names
+
+
+def test_tries_of_their_own_have_all_usual_parts_but_white_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One takes 50 to 65 bytes for each token of a vocabulary; masks in strings take longer without theirs."""
+    usual, chosen = LLTokenizer.general_slices(), []
+
+    class Spy:
+        general_slices = LLTokenizer.general_slices
+
+        def __new__(cls, tokenizer: Any, eos_token: list[int], slices: list[str]) -> Any:
+            chosen.extend(slices)
+            return LLTokenizer(tokenizer, eos_token=eos_token, slices=slices)
+
+    monkeypatch.setattr("llguidance.LLTokenizer", Spy)
+    GuidanceGrammars(DEMO.read_text, VOCAB, [EOS]).load()
+    assert chosen == usual[1:] and len(chosen) == 3  # if not, see which masks of this release take longer
 
 
 def test_memory_returns_to_the_system_behind_the_first_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
