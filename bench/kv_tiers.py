@@ -12,12 +12,13 @@ folder.  The sides of a part alternate.
                 whose client saves the slot and restores it (kv_tiers_peers.py)
     misses      tokens/s of 64 requests that no tier has: without tiers, and with one that also writes them; and which
                 share of the CPU time is the tier's, in its threads and in the engine's
-    many        50 requests with one stored prompt at once, and the same when the pool has it already: seconds to the
-                first token of the last; and of one alone
+    many        50 requests with one stored prompt at once, and one alone; and both when the pool has it already: time
+                to the first token of the last, and CPU time until then
     others      the gaps between tokens of 8 streams in the second after a request with a stored prompt arrives, whose
                 prompt is loaded, or in the pool already (cached), or computed; and alone: median, p99, the longest, and
-                how many; only while it is loaded; and how long the steps are until its first token, in which it
-                arrives, has loads in flight, waits, or computes
+                how many; without the steps that compute its own tokens, which read all of its KV; only while it is
+                loaded; and how long the steps are until its first token, in which it arrives, has loads in flight,
+                waits, or computes
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ import kv_tiers_peers
 PARTS = {
     "returns": ("computed", "warm", "cold"),
     "misses": ("without", "with"),
-    "many": ("one", "fifty", "fifty cached"),
+    "many": ("one", "one cached", "fifty", "fifty cached"),
     "others": ("alone", "loaded", "cached", "computed beside"),
 }
 TAIL = 8  # tokens of the new question
@@ -170,17 +171,18 @@ def count_cpu_of_tiers() -> list[float]:
 def many(side: str, arguments: dict[str, Any]) -> common.Run:
     core = engine(arguments, tiers=True)
     wait_for_pages(core)
-    if side == "fifty cached":
+    if side.endswith("cached"):
         common.add(core, 1000, question(arguments, 1000), max_tokens=1)
         run(core)
-    count = 1 if side == "one" else 50
+    questions = [question(arguments, number) for number in range(50 if side.startswith("fifty") else 1)]
     start, cpu = time.perf_counter(), time.process_time()
-    for number in range(count):
-        common.add(core, number, question(arguments, number), max_tokens=OUTPUT)
-    came = run(core)
-    last = max(arrivals[0][0] for arrivals in came.values()) - start
-    totals, cpu = core.scheduler.policies.tier_totals(), time.process_time() - cpu
-    return {"seconds": last, "cpu_seconds": cpu, "hits": totals.hits_total, "extents": totals.tiers[0].loaded_total}
+    for number, prompt in enumerate(questions):
+        common.add(core, number, prompt, max_tokens=OUTPUT)
+    came = run(core, until=len(questions) - 1)
+    seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+    assert len(came) == len(questions), "the last request has overtaken others"
+    totals = core.scheduler.policies.tier_totals()
+    return {"seconds": seconds, "cpu_seconds": cpu, "hits": totals.hits_total, "extents": totals.tiers[0].loaded_total}
 
 
 def others(side: str, arguments: dict[str, Any]) -> common.Run:
@@ -189,13 +191,13 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     if side == "cached":
         common.add(core, 1000, question(arguments, 1000), max_tokens=1)
         run(core)
+    returned = question(arguments)
     for number in range(STREAMS):
         common.add(core, number, tokens(40, 9000 + number), max_tokens=STREAM_TOKENS)
     came = run(core, until=0)
     while min(len(arrivals) for arrivals in came.values()) < GAPS_BEFORE or len(came) < STREAMS:
         for request_id, arrivals in run_a_step(core).items():
             came.setdefault(request_id, []).extend(arrivals)
-    returned = question(arguments)
     begun, steps = time.perf_counter(), list[tuple[str, float, float]]()
     if side != "alone":
         common.add(core, 100, returned, max_tokens=OUTPUT)
@@ -216,8 +218,12 @@ def others(side: str, arguments: dict[str, Any]) -> common.Run:
     assert max(earlier for earlier, _ in gaps) > begun + WINDOW, "the streams end within the window"
     waiting = [(earlier, later) for earlier, later in gaps if later < first]  # but for the step of its own tokens
     own = [(earlier, later) for earlier, later in gaps if side != "alone" and first <= later <= came[100][-1][0]]
+    window = [gap for gap in gaps if gap[0] <= begun + WINDOW]
+    own_steps = set(own)
+    apart = [gap for gap in window if gap not in own_steps]
     return {
-        **figures_of("", [gap for gap in gaps if gap[0] <= begun + WINDOW]),
+        **figures_of("", window),
+        **(figures_of("apart_", apart) if apart else {}),
         **(figures_of("waiting_", waiting) if side == "loaded" else {}),
         **(figures_of("own_", own) if own else {}),
         "seconds": first - begun,
@@ -299,6 +305,7 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
     if part == "many":
         return {
             "fifty / one": common.median_ratio(runs["fifty"], runs["one"], "seconds"),
+            "fifty cached / one cached": common.median_ratio(runs["fifty cached"], runs["one cached"], "seconds"),
             "fifty / fifty cached": {
                 name: common.median_ratio(runs["fifty"], runs["fifty cached"], name)
                 for name in ("seconds", "cpu_seconds")
@@ -307,6 +314,10 @@ def summary_of(part: str, runs: dict[str, list[common.Run]]) -> dict[str, Any]:
         }
     names = ("p50", "p99", "longest")
     ratios = {side: {name: common.median_ratio(runs[side], runs["alone"], name) for name in names} for side in runs}
+    ratios["apart from its own steps"] = {
+        side: {name: common.median_ratio(runs[side], runs["alone"], f"apart_{name}") for name in names}
+        for side in ("loaded", "cached")
+    }
     ratios["own steps: loaded / cached"] = {
         name: common.median_ratio(runs["loaded"], runs["cached"], f"own_{name}") for name in names
     }

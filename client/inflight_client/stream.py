@@ -224,6 +224,11 @@ class _Exchange:
         limits = [limit for limit in (self.request.timeout, self._policy.total_timeout) if limit is not None]
         return delay if all(elapsed + delay < limit for limit in limits) else None
 
+    def _check_cancelled(self) -> None:
+        """Responses that came before the cancellation can still be in the call."""
+        if self._cancelled:
+            raise self._cancellation()
+
     @staticmethod
     def _cancellation() -> RequestCancelledError:
         return RequestCancelledError("the request was cancelled by this client")
@@ -258,6 +263,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
         try:
             try:
                 self._waiting_since = time.monotonic()
+                self._check_cancelled()
                 return self._take(next(call))
             except StopIteration:
                 self._check_end()
@@ -278,7 +284,7 @@ class Stream(_Exchange, Iterator[StreamChunk]):
     def check_stall(self, now: float, responds: dict[int, bool]) -> None:
         """Check whether a response is overdue; called by another thread.  `responds` caches what servers answered."""
         since, call, index, limit = self._waiting_since, self._call, self._index, self._stall_timeout
-        if self._ended or since is None or limit is None or now - since < limit:
+        if self._ended or self._cancelled or since is None or limit is None or now - since < limit:
             return
         if not self._continuation.received:
             if index not in responds:
@@ -342,6 +348,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
             if self._timer is None:
                 self._arm(self._stall_timeout)
             try:
+                self._check_cancelled()
                 return self._take(await call.__anext__())
             except StopAsyncIteration:
                 self._check_end()
@@ -367,7 +374,7 @@ class AsyncStream(_Exchange, AsyncIterator[StreamChunk]):
     def check_stall(self, now: float) -> None:
         """Check whether a response is overdue, and set the timer for the next check."""
         since, limit = self._waiting_since, self._stall_timeout
-        if self._ended or limit is None:
+        if self._ended or self._cancelled or limit is None:
             return
         left = limit if since is None else since + limit - now
         if left > 0:

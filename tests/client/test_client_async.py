@@ -201,9 +201,13 @@ async def test_an_invalid_value_is_rejected_with_the_servers_message(aclient: As
 async def test_the_server_enforces_the_deadline(aclient: AsyncClient, monkeypatch: pytest.MonkeyPatch) -> None:
     for transport in (transport_grpc, transport_http):
         monkeypatch.setattr(transport, "_GRACE_SECONDS", 60.0)
-    with pytest.raises(DeadlineExceededError, match="timeout of") as caught:
-        await aclient.generate(json.dumps({"tokens": 100, "delay": 0.05}), max_tokens=100, timeout=0.3)
-    assert caught.value.partial is not None and caught.value.partial.token_ids
+    for timeout in (0.3, 3.0, 20.0):  # on a busy machine the first token can come after the deadline
+        with pytest.raises(DeadlineExceededError, match="timeout of") as caught:
+            await aclient.generate(json.dumps({"tokens": 1000, "delay": 0.05}), max_tokens=1000, timeout=timeout)
+        if caught.value.partial is not None and caught.value.partial.token_ids:
+            break
+    else:
+        pytest.fail("no token before the deadline")
 
 
 async def test_the_client_enforces_a_deadline_that_the_server_ignores(

@@ -16,6 +16,7 @@ from inflight_client import (
     AsyncStream,
     Client,
     InvalidRequestError,
+    RequestCancelledError,
     RetryPolicy,
     ServerUnreachableError,
     Stream,
@@ -251,3 +252,19 @@ def test_the_model_gets_what_was_received(scripted: TritonServer, protocol: Any,
         with pytest.raises(InvalidRequestError, match="resume_token"):
             client.generate(text)
     assert seen(key)["requests"] == 1
+
+
+async def test_what_came_before_a_cancellation_is_not_read_after_it() -> None:
+    policy = RetryPolicy(stall_timeout=None)
+    stream = Stream(request(), policy, Cluster([[7, 8, 9]], []))
+    assert next(stream).token_ids == [7]
+    stream.cancel()
+    with pytest.raises(RequestCancelledError) as caught:
+        next(stream)
+    assert caught.value.partial is not None and caught.value.partial.token_ids == [7]
+    assert list(stream) == []
+    waits = AsyncStream(request(), policy, AsyncCluster([[7, 8, 9]], []))
+    waits.cancel()
+    with pytest.raises(RequestCancelledError):
+        await anext(waits)
+    assert [chunk async for chunk in waits] == []

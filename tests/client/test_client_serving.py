@@ -253,10 +253,16 @@ def test_the_server_enforces_the_deadline(
 ) -> None:
     for transport in (transport_grpc, transport_http):
         monkeypatch.setattr(transport, "_GRACE_SECONDS", 60.0)
-    with pytest.raises(DeadlineExceededError, match="deadline exceeded: timeout of") as caught:
-        client.generate(script(key, tokens=100, delay=0.05), max_tokens=100, timeout=0.3)
-    assert caught.value.partial is not None and caught.value.partial.token_ids
-    assert seen(key, lambda report: report["expired"] == 1)["cancelled"] == 0
+
+    def has_begun(timeout: float) -> bool:
+        """Whether any output came before the deadline, as it does on a machine with nothing else to do."""
+        name = f"{key} {timeout}"
+        with pytest.raises(DeadlineExceededError, match="deadline exceeded: timeout of") as caught:
+            client.generate(script(name, tokens=1000, delay=0.05), max_tokens=1000, timeout=timeout)
+        assert seen(name, lambda report: report["expired"] == 1)["cancelled"] == 0
+        return caught.value.partial is not None and bool(caught.value.partial.token_ids)
+
+    assert any(has_begun(timeout) for timeout in (0.3, 3.0, 20.0))
 
 
 def test_the_client_enforces_a_deadline_that_the_server_ignores(

@@ -92,6 +92,7 @@ async def test_asyncio_a_request_in_a_queue_waits_as_long_as_its_server_is_well(
         calls.append(index)
         if len(calls) == 2:
             stream.cancel()
+            stream.check_stall(time.monotonic() + 100)  # before the reader hears of it
         return True
 
     cluster.responds = ready  # type: ignore[method-assign]

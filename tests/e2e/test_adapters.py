@@ -42,7 +42,7 @@ from checkpoints import greedy_reference
 from guarded_entry import KEY
 from model_entries import CHECKPOINT, CONFIG, load, loaded, write_entry
 from openai import NotFoundError, OpenAI
-from processes_of import engine_process, model_processes, run_in_turns, slowed, stubs
+from processes_of import TRIES, call_in_turns, engine_process, model_processes, run_in_turns, stubs
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from tritonclient.utils import InferenceServerException
@@ -199,24 +199,37 @@ def test_load_reload_and_unload_under_traffic(
     shutil.copytree(root / "originals" / "other", folder)
     first = control(client, "load_adapter", lora_name="other", lora_path=str(folder))
     assert (first["lora_id"], first["instances"]) == (3, 2)
-    with GrpcStream(dressed.grpc_address, "dressed") as stream, slowed(engine_process(dressed, "dressed")):
-        names = [f"s{k}" for k in range(6)]
-        for name in names:
-            stream.send(name, text_input=PROMPT, lora_name="other", **options(LONG))
-        wait_for(lambda: all(stream.answers[name].chunks for name in names))
-        shutil.rmtree(folder)
-        shutil.copytree(root / "originals" / "again", folder)
-        with pytest.raises(InflightError, match="has already been loaded"):
-            control(client, "load_adapter", lora_name="other", lora_path=str(folder))
-        second = control(client, "load_adapter", lora_name="other", lora_path=str(folder), load_inplace=True)
-        assert second["replaced"] == first["id"] != second["id"] and second["instances"] == 2
-        assert not any(stream.answers[name].finals for name in names)
-        for _ in range(4):  # both stubs
-            assert tokens(client, adapter="other") == expected["again"][:16]
-        stream.wait(*names)
-        for name in names:
-            assert stream.answers[name].error is None
-            assert stream.answers[name].token_ids == expected["other"]
+    engine = engine_process(dressed, "dressed")
+    loaded = [first["id"]]
+
+    def is_replaced_under_streams(old: str, new: str) -> bool:
+        """Returns whether they were open until then."""
+        with GrpcStream(dressed.grpc_address, "dressed") as stream:
+            names = [f"s{k}" for k in range(6)]
+            engine.suspend()
+            for name in names:
+                stream.send(name, text_input=PROMPT, lora_name="other", **options(LONG))
+            run_in_turns(engine, lambda seconds: all(stream.has_chunks(name, 1, seconds) for name in names))
+            shutil.rmtree(folder)
+            shutil.copytree(root / "originals" / new, folder)
+            change = (engine, control, client, "load_adapter")
+            with pytest.raises(InflightError, match="has already been loaded"):
+                call_in_turns(*change, lora_name="other", lora_path=str(folder))
+            second = call_in_turns(*change, lora_name="other", lora_path=str(folder), load_inplace=True)
+            assert second["replaced"] == loaded[-1] != second["id"] and second["instances"] == 2
+            loaded.append(second["id"])
+            were_open = not any(stream.answers[name].finals for name in names)
+            engine.resume()
+            for _ in range(4):  # both stubs
+                assert tokens(client, adapter="other") == expected[new][:16]
+            stream.wait(*names)
+            for name in names:
+                assert stream.answers[name].error is None
+                assert stream.answers[name].token_ids == expected[old]
+            return were_open
+
+    contents = ("other", "again")
+    assert any(is_replaced_under_streams(*contents[:: (1, -1)[number % 2]]) for number in range(TRIES))
     control(client, "unload_adapter", lora_name="other")
     for _ in range(4):
         with pytest.raises(InflightError, match="LoRA other is not supported"):
@@ -327,28 +340,32 @@ def test_streams_of_all_adapters_survive_the_engine(
 ) -> None:
     """Replayed with the bytes that were accepted, even if something has happened to the operator's folder meanwhile."""
     folder = root / "loras" / "volatile"
-    shutil.copytree(root / "originals" / "volatile", folder)
-    control(client, "load_adapter", lora_name="volatile", lora_path=str(folder))
-    with GrpcStream(dressed.grpc_address, "dressed") as stream:
-        engine = engine_process(dressed, "dressed")
-        with slowed(engine):
-            sent = {}
-            for k in range(16):
-                name = ("doll", "sheep", "volatile", None)[k % 4]
-                stream.send(f"s{k}", text_input=PROMPT, **({"lora_name": name} if name else {}), **options(LONG))
-                sent[f"s{k}"] = name
-            wait_for(lambda: all(stream.answers[key].chunks for key in sent))
+    sent = {f"s{k}": ("doll", "sheep", "volatile", None)[k % 4] for k in range(16)}
+
+    def replayed() -> float:
+        return gauges(dressed.metrics_address, "dressed").get("inflight_requests_replayed_total", 0.0)
+
+    def all_are_replayed() -> bool:
+        before, engine = replayed(), engine_process(dressed, "dressed")
+        shutil.copytree(root / "originals" / "volatile", folder)
+        control(client, "load_adapter", lora_name="volatile", lora_path=str(folder))
+        with GrpcStream(dressed.grpc_address, "dressed") as stream:
+            engine.suspend()
+            for key, name in sent.items():
+                stream.send(key, text_input=PROMPT, **({"lora_name": name} if name else {}), **options(LONG))
+            run_in_turns(engine, lambda seconds: all(stream.has_chunks(key, 1, seconds) for key in sent))
             os.truncate(folder / "adapter_model.safetensors", 0)
             shutil.rmtree(folder)
-            control(client, "unload_adapter", lora_name="volatile")
-            assert not any(stream.answers[key].finals for key in sent)
+            call_in_turns(engine, control, client, "unload_adapter", lora_name="volatile")
             engine.kill()
             engine.wait()
-        stream.wait(*sent)
-        for key, name in sent.items():
-            assert stream.answers[key].error is None
-            assert stream.answers[key].token_ids == expected[name]
-    assert gauges(dressed.metrics_address, "dressed")["inflight_requests_replayed_total"] == len(sent)
+            stream.wait(*sent)
+            for key, name in sent.items():
+                assert stream.answers[key].error is None
+                assert stream.answers[key].token_ids == expected[name]
+        return replayed() - before == len(sent)
+
+    assert any(all_are_replayed() for _ in range(TRIES))
 
 
 @pytest.mark.nightly
@@ -380,8 +397,12 @@ def test_engines_are_killed_while_they_load_adapters(
 
         engine = engine_process(dressed, "dressed")
         begin(engine, "doll", None, "sheep")
-        answer = threads.submit(control, client, "load_adapter", lora_name="large", lora_path=str(folder))
-        assert stops_in_load(engine)
+        for _ in range(TRIES):
+            answer = threads.submit(control, client, "load_adapter", lora_name="large", lora_path=str(folder))
+            if stops_in_load(engine, answer.done):
+                break
+            engine.resume()
+            control(client, "unload_adapter", lora_name="large")
         engine.kill()
         with pytest.raises(InflightError) as caught:
             answer.result(60)
@@ -389,7 +410,7 @@ def test_engines_are_killed_while_they_load_adapters(
         assert ids(client) == before
         stream.wait(*wanted)
         control(client, "load_adapter", lora_name="large", lora_path=str(folder))
-        for _ in range(3):  # on a busy machine the next engine can have loaded it before it is looked at
+        for _ in range(TRIES):  # on a busy machine the next engine can have loaded it before it is looked at
             engine = engine_process(dressed, "dressed")
             begin(engine, "large", "doll", None, "large")
             engine.kill()
@@ -417,20 +438,28 @@ def test_metrics_of_adapters(dressed: TritonServer) -> None:
         return gauges(dressed.metrics_address, "dressed").get("inflight_adapter_requests")
 
     engine = engine_process(dressed, "dressed")
-    with GrpcStream(dressed.grpc_address, "dressed") as stream:
-        names = [f"s{k}" for k in range(4)]
-        engine.suspend()
-        for name in names:
-            stream.send(name, text_input=PROMPT, lora_name="sheep", **options(LONG))
-        run_in_turns(engine, lambda seconds: all(stream.has_chunks(name, 1, seconds) for name in names))
-        try:
-            wait_for(lambda: requests() == 4)
-            labels = 'max_lora="32",model="dressed",running_lora_adapters="sheep"'
-            wait_for(lambda: any(line.startswith("vllm:lora_requests_info{" + labels) for line in shown()))
-        finally:
-            engine.resume()
-        stream.wait(*names)
-    wait_for(lambda: requests() == 0)
+    labels = 'max_lora="32",model="dressed",running_lora_adapters="sheep"'
+
+    def are_shown() -> bool:
+        return requests() == 4 and any(line.startswith("vllm:lora_requests_info{" + labels) for line in shown())
+
+    def are_shown_while_they_run() -> bool:
+        with GrpcStream(dressed.grpc_address, "dressed") as stream:
+            names = [f"s{k}" for k in range(4)]
+            engine.suspend()
+            for name in names:
+                stream.send(name, text_input=PROMPT, lora_name="sheep", **options(LONG))
+            run_in_turns(engine, lambda seconds: all(stream.has_chunks(name, 1, seconds) for name in names))
+            try:
+                wait_for(lambda: are_shown() or any(stream.answers[name].finals for name in names))
+                found = are_shown()
+            finally:
+                engine.resume()
+            stream.wait(*names)
+        wait_for(lambda: requests() == 0)
+        return found
+
+    assert any(are_shown_while_they_run() for _ in range(TRIES))
     assert any("inflight_adapter_loads_total" in line and 'outcome="loaded"' in line for line in shown())
 
 

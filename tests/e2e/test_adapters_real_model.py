@@ -1,7 +1,7 @@
 """Adapters of a model with real weights, through a real tritonserver: SmolLM2-135M-Instruct, rank 16, all projections.
 
 The rows of an adapter are compared with transformers on merged weights, and those without one with an entry whose
-LoRA is off, in float32.
+LoRA is off, in float32.  The entry with LoRA keeps KV on a disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from guarded_entry import KEY
 from model_entries import loaded, write_entry
 from processes_of import engine_process, slowed
 from transformers import AutoTokenizer
-from wire import GrpcStream, wait_for
+from wire import GrpcStream, gauges, wait_for
 
 from inflight.adapters.spec import describe_adapter
 from inflight_client import Client
@@ -28,6 +28,8 @@ pytestmark = pytest.mark.nightly
 
 PROMPTS = ("The history of the city begins", "def reverse(text):\n    return", "Name three rivers in Europe:")
 COUNT = 48
+FIRST = 40  # tokens of an answer that a conversation returns with: two full blocks or more, with the prompt's
+_ATTEMPTS = 10  # a busy machine can take longer to read than the engine expects to compute
 NAMES = ("one", "two")
 
 
@@ -64,7 +66,9 @@ def expected(smollm2: Path, root: Path, prompts: list[list[int]]) -> dict[str, l
 def server(guarded: TritonServer, smollm2: Path, root: Path) -> Iterator[TritonServer]:
     options = {"model": str(smollm2), "max_num_seqs": 16, "max_model_len": 256}
     repository = guarded.repositories[-1]
-    entry = write_entry(repository, "real", enable_lora=True, lora_allowed_paths=[str(root / "loras")], **options)
+    lora = {"enable_lora": True, "lora_allowed_paths": [str(root / "loras")]}
+    tiers = [{"type": "disk", "path": str(root / "kv"), "size": "1GiB"}]
+    entry = write_entry(repository, "real", kv_tiers=tiers, **lora, **options)
     folders = {name: str(root / "loras" / name) for name in NAMES}
     (entry / "1" / "multi_lora.json").write_text(json.dumps(folders))
     write_entry(repository, "real-plain", **options)
@@ -115,3 +119,60 @@ def test_mixed_rows_a_reload_and_the_death_of_the_engine(
         for key, wanted in sent.items():
             assert stream.answers[key].error is None
             assert stream.answers[key].token_ids == wanted, key
+
+
+def test_what_returns_to_a_new_engine_is_read_by_its_adapter_and_salt_alone(
+    server: TritonServer,
+    root: Path,
+    prompts: list[list[int]],
+    expected: dict[str, list[list[int]]],
+    base: list[list[int]],
+) -> None:
+    """Conversations with two adapters and with none; `two` gets other weights between the turns."""
+    first = {"one": expected["one"], "two": expected["two"], None: base}
+    weights = {"two": "two"}
+
+    def load_two(original: str) -> None:
+        shutil.rmtree(root / "loras" / "two")
+        shutil.copytree(root / "originals" / original, root / "loras" / "two")
+        with Client(server.grpc_address, model="real") as client:
+            client.control("load_adapter", admin_key=KEY, parameters={"lora_name": "two", "load_inplace": True})
+        weights["two"] = original
+
+    def say(num_given: int, **salt: str) -> float:
+        """All of them at once, each with so many tokens of its answer; returns how many tokens came from the disk."""
+        before = hits()
+        sampling = {"max_tokens": COUNT - num_given, "temperature": 0, "ignore_eos": True}
+        with GrpcStream(server.grpc_address, "real") as stream:
+            for name in first:
+                for k, prompt in enumerate(prompts):
+                    own = salt if name is None else {"lora_name": name, **salt}
+                    ids = prompt + answers(name)[k][:num_given]
+                    options = {"stream": True, "return_token_ids": True, "sampling_parameters": sampling}
+                    stream.send(f"{name} {k}", input_ids=ids, **own, **options)
+            stream.wait(*stream.answers, timeout=200)
+            for name in first:
+                for k in range(len(prompts)):
+                    assert stream.answers[f"{name} {k}"].error is None
+                    assert stream.answers[f"{name} {k}"].token_ids == answers(name)[k][num_given:], (name, k)
+        return hits() - before
+
+    def answers(name: str | None) -> list[list[int]]:
+        return expected[weights["two"]] if name == "two" else first[name]
+
+    def hits() -> float:
+        return gauges(server.metrics_address, "real").get("vllm:external_prefix_cache_hits_total", 0.0)
+
+    load_two("two")
+    say(0)
+    for _ in range(_ATTEMPTS):
+        engine_process(server, "real").kill()
+        if say(FIRST) >= 3 * len(prompts) * 16:
+            break
+    else:
+        raise AssertionError("too little was read")
+    engine_process(server, "real").kill()
+    assert say(FIRST, cache_salt="pepper") == 0
+    load_two("new")
+    engine_process(server, "real").kill()
+    say(FIRST)

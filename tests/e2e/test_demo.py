@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from fake_repository import fake_options
 from nightly import nightly_but
-from processes_of import engine_process, slowed
+from processes_of import TRIES, engine_process, slowed
 from rich.console import Console
 
 from inflight_tools.demo import demo_requests, run_demo
@@ -55,32 +55,38 @@ def _inflight(*arguments: str, hurried: bool = False, **env: str) -> Iterator[su
 
 @pytest.fixture
 def demo(server: TritonServer) -> Iterator[TritonServer]:
-    """The server with a slow engine: on a busy machine the clients of the demo would join after its first request,
-    which takes less than half a second."""
+    """The server with a slow engine: on a busy machine the clients of the demo mostly would join after its first
+    request, which takes less than half a second."""
     with slowed(engine_process(server, "demo"), runs=0.01):
         yield server
 
 
 def test_short_requests_join_after_the_first_one_and_leave_before_it(demo: TritonServer) -> None:
-    output = io.StringIO()
-    rows = run_demo(demo, Console(file=output, width=200))
-    assert [row.state for row in rows] == ["done"] * len(demo_requests())
-    assert [row.tokens for row in rows] == [row.max_tokens for row in rows]
-    assert all(row.text.strip() and row.ttft for row in rows)
-    events = re.findall(r"request (\d) (joined|first token|left)", output.getvalue())
-    order = {event: position for position, event in enumerate(events)}
-    assert len(order) == 3 * len(rows)
-    assert order["1", "first token"] < order["2", "joined"]
-    assert max(order[row, "left"] for row in ("2", "5")) < order["1", "left"], "the batch was locked"
+    def leave_before_it() -> bool:
+        output = io.StringIO()
+        rows = run_demo(demo, Console(file=output, width=200))
+        assert [row.state for row in rows] == ["done"] * len(demo_requests())
+        assert [row.tokens for row in rows] == [row.max_tokens for row in rows]
+        assert all(row.text.strip() and row.ttft for row in rows)
+        events = re.findall(r"request (\d) (joined|first token|left)", output.getvalue())
+        order = {event: position for position, event in enumerate(events)}
+        assert len(order) == 3 * len(rows)
+        assert order["1", "first token"] < order["2", "joined"]
+        return max(order[row, "left"] for row in ("2", "5")) < order["1", "left"]
+
+    assert any(leave_before_it() for _ in range(TRIES)), "the batch was locked"
 
 
 def test_the_table_shows_one_live_row_per_request(demo: TritonServer) -> None:
-    output = io.StringIO()
-    run_demo(demo, Console(file=output, width=160, force_terminal=True, color_system=None))
-    drawn = output.getvalue()
-    assert {"waiting", "running", "done"} <= set(re.findall(r"waiting|running|done", drawn))
-    assert "400/400" in drawn
-    assert "in the batch: 3" in drawn
+    def share_a_batch() -> bool:
+        output = io.StringIO()
+        run_demo(demo, Console(file=output, width=160, force_terminal=True, color_system=None))
+        drawn = output.getvalue()
+        assert {"waiting", "running", "done"} <= set(re.findall(r"waiting|running|done", drawn))
+        assert "400/400" in drawn
+        return "in the batch: 3" in drawn
+
+    assert any(share_a_batch() for _ in range(TRIES))
 
 
 def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None, keeping: dict[str, str]) -> None:

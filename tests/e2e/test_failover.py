@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from processes_of import engine_process, run_in_turns
+from processes_of import TRIES, engine_process, run_in_turns
 from replicas import Fleet
 from wire import post, server_sent_events
 
@@ -85,7 +85,8 @@ def wait_for_open_requests(server: TritonServer, count: int) -> None:
 def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[], None]) -> list[GenerationResult]:
     """Every request over both protocols with both clients, all at once.
 
-    Once all have begun and before any is near its end, the first server's engine is stopped and `strike` called.
+    Once all have begun, and mostly before any is near its end, the first server's engine is stopped and `strike`
+    called.
     """
     pairs = {
         "grpc": f"{doomed.grpc_address},{server.grpc_address}",
@@ -117,44 +118,53 @@ def all_kinds(doomed: TritonServer, server: TritonServer, strike: Callable[[], N
         return [*(one.result(60) for one in blocking), *others.result(60)]
 
 
-def check(results: list[GenerationResult], expected: list[GenerationResult]) -> None:
+def are_interrupted(results: list[GenerationResult], expected: list[GenerationResult]) -> bool:
+    """Returns whether all were; each must have the expected output."""
     for number, result in enumerate(results):
         other = expected[number % len(expected)]
         assert (result.choices, result.usage) == (other.choices, other.usage), f"stream {number}"
-        assert result.attempts >= 2, f"stream {number} was not interrupted"
+    return all(result.attempts >= 2 for result in results)
 
 
 def test_streams_of_a_server_that_hangs_are_continued_on_the_next(
     server: TritonServer, doomed: TritonServer, expected: list[GenerationResult]
 ) -> None:
     engine = engine_process(doomed)
-    try:
-        results = all_kinds(doomed, server, lambda: None)
-    finally:
-        engine.resume()
-    check(results, expected)
+
+    def all_are_continued() -> bool:
+        try:
+            return are_interrupted(all_kinds(doomed, server, lambda: None), expected)
+        finally:
+            engine.resume()
+
+    assert any(all_are_continued() for _ in range(TRIES))
 
 
 def test_a_stream_can_be_cancelled_while_it_looks_for_another_server(doomed: TritonServer) -> None:
     """No server listens at the other address, and the pause before the next attempt is long."""
     policy = RetryPolicy(initial_delay=60.0, max_delay=60.0, stall_timeout=0.2)
     engine = engine_process(doomed)
-    engine.suspend()
-    begun = Begun(1)
-    with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client, ThreadPoolExecutor(1) as pool:
-        stream = client.stream(**REQUESTS[0])
-        wait_for_open_requests(doomed, 1)
-        try:
-            first = pool.submit(lambda: (next(stream), begun.one()))
-            run_in_turns(engine, begun.all.wait)
-            first.result(20)
-            timer = threading.Timer(0.6, stream.cancel)
-            timer.start()
-            with pytest.raises(RequestCancelledError) as caught:
+
+    def is_cancelled() -> bool:
+        engine.suspend()
+        begun = Begun(1)
+        with Client(f"{doomed.grpc_address},127.0.0.1:9", retries=policy) as client, ThreadPoolExecutor(1) as pool:
+            stream = client.stream(**REQUESTS[0])
+            wait_for_open_requests(doomed, 1)
+            try:
+                first = pool.submit(lambda: (next(stream), begun.one()))
+                run_in_turns(engine, begun.all.wait)
+                first.result(20)
+                threading.Timer(0.6, stream.cancel).start()
                 list(stream)
-        finally:
-            engine.resume()
-    assert caught.value.partial is not None and caught.value.partial.token_ids
+            except RequestCancelledError as error:
+                assert error.partial is not None and error.partial.token_ids
+                return True
+            finally:
+                engine.resume()
+        return False  # it ended before its engine was stopped
+
+    assert any(is_cancelled() for _ in range(TRIES))
 
 
 def test_a_client_of_its_own_resumes_over_http(server: TritonServer, expected: list[GenerationResult]) -> None:
@@ -205,7 +215,11 @@ def test_streams_of_a_killed_server_are_continued_on_the_next(
     server: TritonServer, fleet: Fleet, doomed: TritonServer, expected: list[GenerationResult]
 ) -> None:
     """SIGKILL of the whole server, as if its machine lost power."""
-    try:
-        check(all_kinds(doomed, server, lambda: fleet.kill(1)), expected)
-    finally:
-        fleet.revive(1)
+
+    def all_are_continued() -> bool:
+        try:
+            return are_interrupted(all_kinds(doomed, server, lambda: fleet.kill(1)), expected)
+        finally:
+            fleet.revive(1)
+
+    assert any(all_are_continued() for _ in range(TRIES))

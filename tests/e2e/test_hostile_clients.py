@@ -7,10 +7,10 @@ import socket
 import time
 from pathlib import Path
 
+from processes_of import members_with
 from wire import GrpcStream, gauges, post
 
 from inflight_tools.launcher import TritonServer
-from inflight_tools.sweeper import session_members
 
 CALM = {"text_input": "Return a list of", "max_tokens": 40, "temperature": 0, "exclude_input_in_output": True}
 ENDLESS = {"max_tokens": 1500, "ignore_eos": True}
@@ -80,9 +80,7 @@ def test_the_engine_does_not_inherit_the_servers_malloc(server: TritonServer) ->
     """Only the server and its stubs give back what large responses took."""
     assert server.process is not None
     found = {}
-    for pid in session_members(server.process.pid):
-        command, variables = (Path(f"/proc/{pid}/{name}").read_bytes() for name in ("cmdline", "environ"))
-        for part in (b"tritonserver", b"backend_stub", b"inflight.worker"):
-            if part in command:
-                found[part] = b"GLIBC_TUNABLES=glibc.malloc" in variables
+    for part in (b"tritonserver", b"backend_stub", b"inflight.worker"):
+        for pid in members_with(server.process.pid, part):
+            found[part] = b"GLIBC_TUNABLES=glibc.malloc" in Path(f"/proc/{pid}/environ").read_bytes()
     assert found == {b"tritonserver": True, b"backend_stub": True, b"inflight.worker": False}

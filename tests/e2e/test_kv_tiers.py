@@ -8,9 +8,10 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from hanging_disk import hanging_disk
 from kv_events_rig import Ear
 from lmcache_rig import LMCacheServer
-from model_entries import CHECKPOINT, loaded
+from model_entries import CHECKPOINT, load, loaded, unload, write_entry
 from offline import make_core, run, tokens
 from processes_of import engine_process
 from redis_rig import RedisServer, free_port, needs_redis
@@ -194,6 +195,35 @@ def test_a_disk_that_is_full_or_can_only_be_read_or_is_gone_fails_no_request(
         can_only_be_read(disk)
         with loaded(triton, unwritable={"kv_tiers": tiers}):
             assert say(triton, "unwritable", 0, 1, 2) == {seed: expected[seed] for seed in range(3)}
+
+
+@pytest.mark.nightly
+def test_a_disk_that_hangs_fails_no_request_and_holds_up_no_engine(
+    triton: TritonServer, tmp_path: Path, expected: Expected
+) -> None:
+    """While extents are written and read, while an engine dies, and while models are unloaded and loaded: a process
+    that waits for such a disk does not end even by SIGKILL."""
+    everything = {seed: expected[seed] for seed in range(4)}
+    with hanging_disk(tmp_path / "disk") as disk:
+        tiers = [{"type": "disk", "path": str(disk.path / "kv"), "size": "1GiB"}]
+        write_entry(triton.repositories[-1], "hangs", kv_tiers=tiers, engine_timeout=5)
+        load(triton, "hangs")
+        try:
+            assert say(triton, "hangs", 0, 1) == {seed: expected[seed] for seed in (0, 1)}
+            wait_for(lambda: len(extents(disk.path / "kv")) >= 2 * (LENGTH // 256))
+            disk.hang()
+            assert say(triton, "hangs", 2, 3) == {seed: expected[seed] for seed in (2, 3)}
+            wait_for(disk.num_waiting)
+            engine_process(triton, "hangs").kill()
+            assert say(triton, "hangs", 0, 1, 2, 3) == everything
+            unload(triton, "hangs")
+            load(triton, "hangs")
+            assert say(triton, "hangs", 0, 1, 2, 3) == everything
+            disk.go_on()
+            assert say(triton, "hangs", 0, 1, 2, 3) == everything
+        finally:
+            disk.go_on()
+            unload(triton, "hangs")
 
 
 @pytest.mark.nightly

@@ -10,7 +10,7 @@ import pytest
 from model_entries import CHECKPOINT, loaded
 from nightly import nightly_but
 from offline import make_core, run, tokens
-from processes_of import engine_process, run_in_turns
+from processes_of import TRIES, engine_process, run_in_turns
 from wire import GrpcStream, gauges
 
 from inflight.engine.sampling_params import SamplingParams
@@ -140,8 +140,7 @@ def test_a_killed_engine_that_drafts_loses_no_token(triton, squeezed):
                 ids = [300 + index, 301, 302, 303, 304] * 5
                 stream.send(str(index), input_ids=ids, stream=True, return_token_ids=True, sampling_parameters=options)
             if kill:
-                run_in_turns(engine, lambda seconds: stream.has_chunks("0", 1, seconds), 0.005)
-                assert not stream.answers["1"].finals
+                run_in_turns(engine, lambda seconds: stream.has_chunks("0", 1, seconds))
                 engine.kill()  # in the middle of whatever it does
             stream.wait("0", "1")
             assert not [answer.error for answer in stream.answers.values() if answer.error]
@@ -150,8 +149,12 @@ def test_a_killed_engine_that_drafts_loses_no_token(triton, squeezed):
     def replayed() -> float:
         return gauges(triton.metrics_address, squeezed).get("inflight_requests_replayed_total", 0.0)
 
-    expected, before = serve(kill=False), replayed()
+    def is_interrupted() -> bool:
+        before = replayed()
+        assert serve(kill=True) == expected
+        return replayed() > before
+
+    expected = serve(kill=False)
     assert [len(ids) for ids in expected] == [220, 210]
-    assert serve(kill=True) == expected
-    assert replayed() > before
+    assert any(is_interrupted() for _ in range(TRIES))
     serve_until_drafted(triton, squeezed, drafts_of(triton, squeezed))

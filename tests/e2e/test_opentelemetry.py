@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
+import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from model_entries import loaded, write_entry
 from openai import BadRequestError, OpenAI
 from otlp_collector import Collector, ReceivedSpan, collecting
-from processes_of import engine_process
+from processes_of import engine_process, run_in_turns
 
 from inflight_client import Client, InflightError
 from inflight_gateway.options import GatewayOptions
@@ -54,20 +55,45 @@ def gateway(server: TritonServer, collector: Collector) -> Iterator[OpenAI]:
 
 def kill_engine_under_a_stream(server: TritonServer, direct: Client) -> str:
     """The text of a request whose engine is killed after its first token."""
+    engine = engine_process(server, "traced")
     with direct.stream(PROMPT, max_tokens=300, ignore_eos=True, trace_headers=parent(6)) as stream:
         chunks = iter(stream)
-        next(chunks)
-        os.kill(engine_process(server, "traced").pid, signal.SIGKILL)
+        with begins_in_turns(engine) as begun:
+            next(chunks)
+            begun.set()
+        engine.kill()
         for _ in chunks:
             pass
         return str(stream.result().text)
 
 
-def hang_up(client: OpenAI) -> None:
+def hang_up(server: TritonServer, client: OpenAI, direct: Client) -> None:
     """Disconnect after the first event of a stream."""
+    engine = engine_process(server, "traced")
     body = {"model": "traced", "prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{client.base_url}completions", json=body, headers=parent(4), timeout=30) as response:
+    url = f"{client.base_url}completions"
+    with (
+        begins_in_turns(engine) as begun,
+        httpx.stream("POST", url, json=body, headers=parent(4), timeout=60) as response,
+    ):
         next(response.iter_lines())
+        begun.set()
+    while json.loads(direct.control("stats"))["frontend"]["open_requests"]:
+        pass
+    engine.resume()
+
+
+@contextlib.contextmanager
+def begins_in_turns(engine: psutil.Process) -> Iterator[threading.Event]:
+    """The engine runs in turns until the event is set, and is stopped when the context ends."""
+    begun = threading.Event()
+    turns = threading.Thread(target=run_in_turns, args=(engine, begun.wait))
+    turns.start()
+    try:
+        yield begun
+    finally:
+        begun.set()
+        turns.join()
 
 
 def the_request(collector: Collector, trace_id: str) -> tuple[ReceivedSpan | None, ReceivedSpan]:
@@ -97,7 +123,7 @@ def test_one_trace_for_each_request(triton: TritonServer) -> None:
             client.completions.create(**greedy, extra_headers=parent(1))
             client.completions.create(**greedy, extra_headers=parent(2, sampled=False))
             client.completions.create(**greedy, n=2, extra_headers=parent(3))
-            hang_up(client)
+            hang_up(triton, client, direct)
             with pytest.raises(BadRequestError):
                 client.completions.create(**options, temperature=-1, extra_headers=parent(5))
             text = kill_engine_under_a_stream(triton, direct)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
 from model_entries import loaded
-from processes_of import engine_process, slowed
+from processes_of import TRIES, engine_process, run_in_turns
 from typer.testing import CliRunner
-from wire import GrpcStream
+from wire import GrpcStream, wait_for
 
 from inflight.engine.step_trace import Trace
 from inflight_tools.cli import app
@@ -38,32 +39,36 @@ def parameters(max_tokens: int) -> dict:
     return {"max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
 
 
-def errors(stream: GrpcStream, count: int) -> list[str]:
-    """Messages of the first `count` errors of a stream; they do not name their requests."""
-    while len(found := [answer.error.message() for answer in stream.answers.values() if answer.error]) < count:
-        stream.events.get(timeout=60)
-    return found
+def errors(stream: GrpcStream) -> list[str]:
+    """Messages of the errors of a stream so far; they do not name their requests."""
+    return [answer.error.message() for answer in stream.answers.values() if answer.error]
+
+
+def num_ended(stream: GrpcStream) -> int:
+    return len(errors(stream)) + sum(answer.finals for answer in stream.answers.values())
 
 
 def test_an_interactive_request_among_30_batch_requests_starts_at_once(scheduling, tmp_path):
     """It waits at most two steps for its prefill, and the preempted batch requests lose nothing."""
     batch = [f"batch {index}" for index in range(30)]
     probes = [f"probe {index}" for index in range(5)]
+    engine = engine_process(scheduling, MODEL)
     with GrpcStream(scheduling.grpc_address, MODEL) as stream:
+        engine.suspend()
         for request_id in reversed(batch):
             stream.send(
                 request_id, text_input="Once upon a time", request_priority=2, return_token_ids=True,
                 exclude_input_in_output=True, stream=request_id == batch[-1],
                 sampling_parameters=parameters(SHORTEST + 5 * int(request_id.split()[1])),
             )  # fmt: skip
-        stream.wait_chunks(batch[-1], 20)
-        with slowed(engine_process(scheduling, MODEL)):  # so that the frontend keeps up with its steps
-            for request_id in probes:
-                stream.send(
-                    request_id, text_input="Hello", stream=True, request_priority=0,
-                    sampling_parameters=parameters(3),
-                )  # fmt: skip
-                stream.wait(request_id)
+        run_in_turns(engine, lambda seconds: stream.has_chunks(batch[-1], 8, seconds))
+        for request_id in probes:  # sent while the engine is stopped, so that the frontend keeps up with its steps
+            stream.send(
+                request_id, text_input="Hello", stream=True, request_priority=0,
+                sampling_parameters=parameters(3),
+            )  # fmt: skip
+            run_in_turns(engine, lambda seconds: stream.has_chunks(request_id, 4, seconds))  # noqa: B023
+        engine.resume()
         stream.wait(*batch)
         answers = stream.answers
     assert all(answer.error is None for answer in answers.values())
@@ -91,24 +96,39 @@ def test_an_interactive_request_among_30_batch_requests_starts_at_once(schedulin
 
 
 def test_a_refusal_names_the_limit_of_the_tenant_or_class(scheduling):
-    with GrpcStream(scheduling.grpc_address, MODEL) as stream:
-        for number in range(SLOTS):
-            stream.send(f"runs {number}", text_input="Hello", stream=True, sampling_parameters=parameters(1800))
-        for number in range(SLOTS):
-            stream.wait_chunks(f"runs {number}", 1)
+    engine = engine_process(scheduling, MODEL)
+
+    def all_but_one_are_refused() -> bool:
+        """Of each kind, unless a running request ends first and makes room."""
         with (
-            slowed(engine_process(scheduling, MODEL)),  # so that none of the running requests ends meanwhile
             GrpcStream(scheduling.grpc_address, MODEL) as small,
             GrpcStream(scheduling.grpc_address, MODEL) as seven,
+            GrpcStream(scheduling.grpc_address, MODEL) as stream,
         ):
+            engine.suspend()
+            running = [f"runs {number}" for number in range(SLOTS)]
+            for name in running:
+                stream.send(name, text_input="Hello", stream=True, sampling_parameters=parameters(1800))
+            run_in_turns(engine, lambda seconds: all(stream.has_chunks(name, 1, seconds) for name in running))
             for number in range(4):
                 fields = {"text_input": "Hello", "sampling_parameters": parameters(9)}
                 small.send(f"small {number}", request_priority=1, tenant="small", **fields)
                 seven.send(f"seven {number}", request_priority=7, **fields)
-            tenant_errors, class_errors = errors(small, 3), errors(seven, 3)  # one waits, the others are refused
+
+            def are_refused() -> bool:
+                return len(errors(small)) == len(errors(seven)) == 3
+
+            def has_room() -> bool:
+                return any(stream.answers[name].finals for name in running)
+
+            run_in_turns(engine, lambda seconds: time.sleep(seconds) or are_refused() or has_room())
+            found = are_refused()
+            engine.resume()
             stream.close(cancel=True)
-            while not small.answers["small 0"].finals:
-                small.events.get(timeout=60)
-        for text in tenant_errors:
-            assert "tenant 'small' is full: 1 sequences are waiting (tenants: max_queued=1)" in text
-        assert all("priority class 7 is full: 1 sequences are waiting" in text for text in class_errors)
+            wait_for(lambda: num_ended(small) == num_ended(seven) == 4)
+            for text in errors(small):
+                assert "tenant 'small' is full: 1 sequences are waiting (tenants: max_queued=1)" in text
+            assert all("priority class 7 is full: 1 sequences are waiting" in text for text in errors(seven))
+            return found
+
+    assert any(all_but_one_are_refused() for _ in range(TRIES))

@@ -14,7 +14,7 @@ import tritonclient.grpc as grpc
 from checkpoints import VOCAB, make_checkpoint
 from model_entries import keep_weights, load, loaded, wait_unloaded, write_entry
 from offline import make_core, run, tokens
-from processes_of import command_line, engine_process, engine_processes, run_in_turns, stopped
+from processes_of import TRIES, command_line, engine_process, engine_processes, run_in_turns, stopped
 from tritonclient.utils import InferenceServerException
 from wire import GrpcStream, Responses, gauges, post, server_sent_events, wait_for
 
@@ -211,21 +211,23 @@ def test_unload_waits_for_open_requests_and_a_reload_serves_again(serving):
 
 
 def test_a_killed_engine_loses_no_token_of_any_stream(serving):
-    before = replayed(serving)
-    with GrpcStream(serving.grpc_address, "tiny") as stream:
-        engine = engine_process(serving, "tiny")
-        engine.suspend()
-        names = [str(index) for index in range(192)]
-        for name in names:
-            long_request(stream, name)
-        run_in_turns(engine, lambda seconds: stream.has_chunks("0", 1, seconds))
-        assert not all(answer.finals for answer in stream.answers.values())
-        engine.kill()
-        for name in names:
-            stream.wait(name, timeout=90)
-        assert [stream.answers[name].error for name in names] == [None] * len(names)
-        assert {len(stream.answers[name].token_ids) for name in names} == {240}
-        assert replayed(serving) - before >= 2
+    def are_interrupted() -> bool:
+        before = replayed(serving)
+        with GrpcStream(serving.grpc_address, "tiny") as stream:
+            engine = engine_process(serving, "tiny")
+            engine.suspend()
+            names = [str(index) for index in range(192)]
+            for name in names:
+                long_request(stream, name)
+            run_in_turns(engine, lambda seconds: stream.has_chunks("0", 1, seconds))
+            engine.kill()
+            for name in names:
+                stream.wait(name, timeout=90)
+            assert [stream.answers[name].error for name in names] == [None] * len(names)
+            assert {len(stream.answers[name].token_ids) for name in names} == {240}
+        return replayed(serving) - before >= 2
+
+    assert any(are_interrupted() for _ in range(TRIES))
     with GrpcStream(serving.grpc_address, "tiny") as stream:
         long_request(stream, "next", max_tokens=5)
         stream.wait("next")
@@ -257,10 +259,11 @@ def test_a_cancelled_stream_stops_the_engine_and_frees_its_blocks(serving):
     stream = GrpcStream(serving.grpc_address, "tiny")
     long_request(stream, "0")
     stream.wait_chunks("0", 1)
-    with stopped(engine_processes(serving, "tiny")):  # or it might be through before the cancellation
+    with stopped(engine_processes(serving, "tiny")), Client(serving.grpc_address, model="tiny") as client:
         for index in range(1, 300):
             long_request(stream, str(index))
         stream.close(cancel=True)
+        wait_for(lambda: not json.loads(client.control("stats"))["frontend"]["open_requests"])
     assert settle(serving) - before < 300 * 240, "the engine ran to the end"
     now = gauges(serving.metrics_address, "tiny")
     assert (now["inflight_requests_running"], now["inflight_kv_blocks_used"]) == (0, 0)

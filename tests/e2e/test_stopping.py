@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from fake_repository import write_repository
+from processes_of import command_line
 from supervisor_rig import wait_for
 from wire import GrpcStream, Responses
 
@@ -49,9 +50,10 @@ class Serving:
         assert said.startswith("ready: "), self.process.communicate()
         self._ports = list(map(int, re.findall(r"127\.0\.0\.1:(\d+)", said)))
         self._all = psutil.Process(self.process.pid).children(recursive=True)
-        self.server = next(process.pid for process in self._all if process.name() == "tritonserver")
-        fakes = [process for process in self._all if "fake_engine" in " ".join(process.cmdline())]
-        (self._engine,) = [process for process in fakes if "--fork-server" not in process.cmdline()]  # not the spare
+        lines = [(process, command_line(process)) for process in self._all]
+        self.server = next(process.pid for process, line in lines if line and Path(line[0]).name == "tritonserver")
+        fakes = [(process, line) for process, line in lines if "fake_engine" in " ".join(line)]
+        (self._engine,) = [process for process, line in fakes if "--fork-server" not in line]  # not the spare
         self.stubs = children(self.server, STUB_NAME)
         self.grpc = f"127.0.0.1:{self._ports[1]}"
         self.stream = GrpcStream(self.grpc, "fake")

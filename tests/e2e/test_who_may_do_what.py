@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import tritonclient.grpc as grpc
 from guarded_entry import CHECKPOINT, HEADER, KEY
+from processes_of import members_with
 from tritonclient.utils import InferenceServerException
 from wire import post, tensor, wait_for
 
 from inflight_client import Client, InflightError
 from inflight_tools.launcher import TritonServer
-from inflight_tools.processes import session_members
 
 
 def request(server: TritonServer, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, str]:
@@ -204,11 +204,7 @@ def test_a_parameter_like_the_header_does_not_replace_it(guarded: TritonServer) 
 def renderer_of(server: TritonServer) -> int:
     """Process id of the renderer of chat templates."""
     assert server.process is not None
-    (pid,) = [
-        pid
-        for pid in session_members(server.process.pid)
-        if b"inflight.frontend.chat.render_worker" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    (pid,) = members_with(server.process.pid, b"inflight.frontend.chat.render_worker")
     return pid
 
 

@@ -7,12 +7,18 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from typing import Any, TypeVar
 
 import psutil
 
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import STUB_NAME, children
+from inflight_tools.sweeper import session_members
+
+TRIES = 30  # of an interruption: whether it came in time, its outcome tells
+T = TypeVar("T")
 
 
 def pipes_and_sockets(pid: int) -> set[str]:
@@ -29,6 +35,15 @@ def command_line(process: psutil.Process) -> list[str]:
         return process.cmdline()
     except psutil.Error:  # it has ended
         return []
+
+
+def members_with(session: int, part: bytes) -> list[int]:
+    """Process ids of a session's members whose command lines contain `part`; others may end meanwhile."""
+    found = []
+    for pid in session_members(session):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [pid] * (part in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return found
 
 
 def stubs(server: TritonServer, model: str | None = None) -> list[int]:
@@ -77,20 +92,30 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
     return engine
 
 
-def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.02) -> None:
-    """Let a process run for moments until `done(0.1)` is true, and leave it stopped; it can be stopped before.
+def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.002) -> None:
+    """Let a process run for moments until `done(0.05)` is true, and leave it stopped; it can be stopped before.
 
-    A client whose machine is busy catches up meanwhile: no request ends long before it has seen the first response.
+    A client whose machine is busy catches up meanwhile, and mostly sees the first response long before a request ends.
+    No test may rely on that, because a turn can oversleep: if requests ended before the engine was stopped, the test
+    tries again (`TRIES`).
 
     Args:
         done: waits up to so many seconds, and returns whether the process has run for long enough.
         seconds: of a turn.
     """
     engine.suspend()
-    while not done(0.1):
+    while not done(0.05):
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+
+
+def call_in_turns(engine: psutil.Process, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """The result of a call that waits for the process, which runs in turns meanwhile and is left stopped."""
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(function, *args, **kwargs)
+        run_in_turns(engine, lambda seconds: bool(wait([answer], seconds).done))
+        return answer.result()
 
 
 @contextlib.contextmanager

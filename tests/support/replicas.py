@@ -293,6 +293,6 @@ async def step_until_begun(fleet: Fleet, index: int, waiting: Callable[[], list[
     engine = fleet.engine(index)
     while any(not answer.begun.is_set() for answer in waiting()):
         engine.resume()
-        await asyncio.sleep(0.02)
+        await asyncio.sleep(0.002)
         engine.suspend()
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import psutil
 import pytest
+from processes_of import command_line, members_with
 from typer.testing import CliRunner
 
 import inflight
@@ -367,13 +368,13 @@ def test_everything_ends_with_status_3_when_a_stub_dies(tmp_path: Path) -> None:
         pid, said, front = _ready(process)
         with urllib.request.urlopen(f"{front}/v1/models", timeout=20) as answer:
             assert json.load(answer)["data"] == [], "no model takes text"
-        (gateway,) = [p for p in psutil.Process(process.pid).children() if "inflight_gateway" in p.cmdline()]
+        (gateway,) = [p for p in psutil.Process(process.pid).children() if "inflight_gateway" in command_line(p)]
         client = _hanging_request(said.split()[2].rstrip(","))
-        (stub,) = [p for p in session_members(pid) if b"python_backend_stub" in Path(f"/proc/{p}/cmdline").read_bytes()]
+        (stub,) = members_with(pid, b"python_backend_stub")
         os.kill(stub, signal.SIGKILL)
         ended, _ = client.communicate(timeout=30)  # long before the 600 s of its request
         _, errors = process.communicate(timeout=60)
-    assert ended in ("RemoteDisconnected\n", "ConnectionResetError\n")
+    assert ended in ("RemoteDisconnected\n", "ConnectionResetError\n", "500\n")  # the last if Triton noticed first
     assert process.returncode == 3
     assert errors.splitlines()[-1] == (
         "inflight: the stub process of model 'idle' died (SIGKILL), and its streams would hang"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from processes_of import command_line
 
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.server import ServerOptions
@@ -97,7 +98,7 @@ def test_workers_share_their_metrics_and_end_with_their_parent(tmp_path: Path) -
         wait_for(lambda: counted in get(url, "/metrics", context)[1])  # a worker counts what it has answered
         assert gateway._process is not None
         parent = psutil.Process(gateway._process.pid)
-        workers = wait_for(lambda: [one for one in parent.children() if "spawn_main" in "".join(one.cmdline())])
+        workers = wait_for(lambda: [one for one in parent.children() if "spawn_main" in "".join(command_line(one))])
         folder = Path(workers[0].environ()["PROMETHEUS_MULTIPROC_DIR"])
         assert folder.is_dir()
         parent.send_signal(signal.SIGKILL)

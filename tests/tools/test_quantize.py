@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import fcntl
 import io
+import itertools
 import json
 import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,8 @@ from inflight import LLM, SamplingParams
 from inflight.frontend.text.tokenizer import Tokenizer
 from inflight_tools.cli import app
 from inflight_tools.quantize import checkpoint as checkpoint_module
+from inflight_tools.quantize import progress, work_folder
 from inflight_tools.quantize import run as run_module
-from inflight_tools.quantize import work_folder
 from inflight_tools.quantize.progress import Shown
 from inflight_tools.quantize.samples import Wanted, samples_of
 from inflight_tools.quantize.source import open_source
@@ -191,8 +193,10 @@ def test_samples_depend_on_the_seed_alone(llama: str, tmp_path: Path) -> None:
     assert a == b != c
 
 
-def test_progress_is_one_line_of_a_terminal_and_nothing_elsewhere() -> None:
+def test_progress_is_one_line_of_a_terminal_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal, plain = io.StringIO(), io.StringIO()
+    clock = itertools.cycle([5.0, 7.0])
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     for file, is_terminal in ((terminal, True), (plain, False)):
         shown = Shown(True, Console(file=file, force_terminal=is_terminal, width=100))
         shown.phase("writing samples")
@@ -200,7 +204,7 @@ def test_progress_is_one_line_of_a_terminal_and_nothing_elsewhere() -> None:
         shown.layer(1, 28)
         shown._progress.refresh() if shown._progress is not None else None
         shown.end()
-    assert "layer 2 of 28, 0.0 s a layer, 0 s left" in terminal.getvalue() and plain.getvalue() == ""
+    assert "layer 2 of 28, 2.0 s a layer, 54 s left" in terminal.getvalue() and plain.getvalue() == ""
 
 
 # What is left of a run that was stopped

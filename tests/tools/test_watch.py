@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from inflight.frontend.lifecycle.instance_registry import states_of
+from inflight_tools import watch
 from inflight_tools.processes import end_of
 from inflight_tools.terminal import stop_signals
 from inflight_tools.watch import Silence, wait_for_death
@@ -135,16 +137,39 @@ def test_a_stub_that_stays_dead_is_lost(server: Server, number: signal.Signals, 
     assert death == f"the stub process of a model died ({number.name}), and its streams would hang"
 
 
-def test_a_stub_that_the_server_reaps_is_not_lost(server: Server) -> None:
+def test_a_stub_that_the_server_reaps_is_not_lost(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_CONFIRM_SECONDS", "_CONFIRM_EXIT_SECONDS"):
+        monkeypatch.setattr(watch, name, 600.0)
     watched = Watched(server)
     for ending in ("0", "600"):  # it exits by itself; the server kills it
         stub = server.start_stub(ending)
         if ending == "600":
             os.kill(stub, signal.SIGKILL)
         server.tell("reap")
+    monkeypatch.setattr(watch, "_CONFIRM_SECONDS", 0.0)
     lost = server.start_stub("600")
     os.kill(lost, signal.SIGTERM)
     assert watched.death().startswith("the stub process of a model died (SIGTERM)"), "only this one was lost"
+
+
+def test_a_stub_is_not_lost_while_the_whole_machine_is_busy(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server did not run either between two looks that are far apart, and could not reap it."""
+    stub = server.start_stub("600")
+    os.kill(stub, signal.SIGKILL)
+    wait_until(lambda: end_of(stub) is not None)
+    now, looks = 0.0, 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now, looks
+        now, looks = now + 60.0, looks + 1
+        if looks == 2:
+            server.tell("reap")
+        if looks == 6:
+            server.process.kill()
+            server.process.wait()
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    assert wait_for_death(server, stub_timeout=None).startswith("tritonserver died")  # type: ignore[arg-type]
 
 
 def test_a_server_that_ends_is_noticed(server: Server) -> None:

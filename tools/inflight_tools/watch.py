@@ -79,15 +79,16 @@ def wait_for_death(
     """
     assert server.process is not None
     stubs: dict[int, str] = {}  # the model of each stub, by process id
-    dead_since: dict[int, float] = {}
+    dead_for: dict[int, float] = {}  # seconds; a gap between two looks is one in which the server did not run either
     silence = Silence()
-    scanned = float("-inf")
+    looked = scanned = float("-inf")
     while True:
         check()
         returncode = server.process.poll()
         if returncode is not None:
             return f"tritonserver died ({how_it_ended(returncode)})"
         now = time.monotonic()
+        passed, looked = min(now - looked, _LOOK_SECONDS), now
         if now - scanned >= _SCAN_SECONDS:
             scanned = now
             stubs = {pid: stubs.get(pid) or _model_of(pid) for pid in children(server.process.pid, STUB_NAME)}
@@ -98,8 +99,10 @@ def wait_for_death(
         for pid, model in stubs.items():
             ended = end_of(pid)
             if ended is None:
-                dead_since.pop(pid, None)
-            elif now - dead_since.setdefault(pid, now) >= (_CONFIRM_SECONDS if ended else _CONFIRM_EXIT_SECONDS):
+                dead_for.pop(pid, None)
+                continue
+            dead_for[pid] = dead_for[pid] + passed if pid in dead_for else 0.0
+            if dead_for[pid] >= (_CONFIRM_SECONDS if ended else _CONFIRM_EXIT_SECONDS):
                 how = how_it_ended(os.waitstatus_to_exitcode(ended))
                 return f"the stub process of {_whose(model)} died ({how}), and its streams would hang"
         time.sleep(_LOOK_SECONDS)

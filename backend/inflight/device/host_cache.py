@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from inflight.attention.base import KVCache
-from inflight.device.memory import pin, unpin
+from inflight.device.memory import pin
 from inflight.engine.step import SchedulerOutput
 
 __all__ = ["HostCache", "StagedHostCache", "host_cache_of"]
@@ -93,8 +93,7 @@ class StagedHostCache(HostCache):
     def __init__(self, caches: Sequence[KVCache], num_blocks: int) -> None:
         super().__init__(caches, num_blocks)
         for tensor in self._host:
-            pin(tensor)
-            weakref.finalize(self, unpin, tensor.data_ptr()).atexit = False  # the end of the process unpins, too
+            weakref.finalize(self, pin(tensor)).atexit = False  # the end of the process unpins, too
         size = max(pool[:1].nbytes for pool in self._device) * _STAGED_BLOCKS
         self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device[0].device)
 

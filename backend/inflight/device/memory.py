@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from collections.abc import Callable
@@ -19,7 +20,6 @@ __all__ = [
     "meter_of",
     "out_of_memory",
     "pin",
-    "unpin",
 ]
 
 _log = logging.getLogger(__name__)
@@ -114,18 +114,15 @@ def free_cached_memory(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def pin(tensor: torch.Tensor) -> None:
+def pin(tensor: torch.Tensor) -> Callable[[], object]:
     """Lock the pages of a host tensor, so that copies to and from a GPU need not wait for the host.
 
-    torch's allocator of pinned memory would round its size up to a power of two.  Call `unpin` before it is freed.
+    torch's allocator of pinned memory would round its size up to a power of two.  Returns what unlocks the pages again:
+    call it before the tensor is freed.
     """
-    cudart = torch.cuda.cudart()
-    torch.cuda.check_error(cudart.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0))
-
-
-def unpin(address: int) -> None:
-    """Unlock the pages of the tensor at `address`."""
-    torch.cuda.cudart().cudaHostUnregister(address)
+    cudart, address = torch.cuda.cudart(), tensor.data_ptr()
+    torch.cuda.check_error(cudart.cudaHostRegister(address, tensor.nbytes, 0))
+    return functools.partial(cudart.cudaHostUnregister, address)
 
 
 def available_memory(device: torch.device) -> int:

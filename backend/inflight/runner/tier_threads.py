@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -25,7 +26,8 @@ class TierThreads:
 
     def __init__(self, count: int, name: str, most_tasks: int) -> None:
         self._tasks: Queue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = Queue(most_tasks)
-        self._count, self._name, self._started, self._is_closed = count, name, False, False
+        self._count, self._name, self._started = count, name, False
+        self._is_closed = self._is_given_up = False
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -44,11 +46,14 @@ class TierThreads:
         return True
 
     def finish(self, seconds: float) -> bool:
+        """See `Workers`.  If not all tasks are done by then, the others are not begun: a thread ends after its task."""
         self._is_closed = True
         with self._tasks.all_tasks_done:
             done = self._tasks.all_tasks_done.wait_for(lambda: not self._tasks.unfinished_tasks, seconds)
-        for _ in range(self._count if done and self._started else 0):
-            self._tasks.put(None)
+        self._is_given_up = not done
+        for _ in range(self._count if self._started else 0):
+            with contextlib.suppress(Full):  # then no thread waits for a task
+                self._tasks.put_nowait(None)
         return done
 
     def _start(self) -> None:
@@ -64,7 +69,7 @@ class TierThreads:
     def _do_next(self) -> bool:
         """A function of its own: what a task refers to is large, and must not stay until the next one."""
         task = self._tasks.get()
-        if task is None:
+        if task is None or self._is_given_up:
             return False
         future, work, args = task
         try:

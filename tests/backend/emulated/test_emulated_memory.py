@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import pytest
 import torch
 from emulated_card import Card, emulated_card
+
+from inflight.attention.base import KVCache
+from inflight.device.host_cache import StagedHostCache
 
 from .conftest import CUDA, on_card
 
@@ -58,3 +64,14 @@ def test_memory_is_limited_and_comes_back() -> None:
         card.allocator.others = 60 * MIB
         with pytest.raises(torch.OutOfMemoryError):
             torch.empty(10 * MIB, dtype=torch.uint8, device=CUDA)
+
+
+def test_pinned_memory_may_be_freed_when_its_card_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", failed.append)
+    with emulated_card() as card:
+        cache = StagedHostCache([KVCache(torch.empty(4, 8, device=CUDA), torch.empty(4, 8, device=CUDA))], 3)
+        addresses = [tensor.data_ptr() for tensor in cache._host]
+    del cache
+    assert not failed
+    assert [card.pinned.unregister(address) for address in addresses] == [713, 713], "they are unpinned"

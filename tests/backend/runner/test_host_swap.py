@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -146,14 +147,16 @@ def test_fp8_blocks_are_restored_exactly():
     assert cache.value[2].float().unique().tolist() == [0.0]
 
 
-def test_measuring_copies_changes_nothing():
+def test_measuring_copies_changes_nothing(monkeypatch):
     spec = LayerSpec(4, 2, 16, 8, 0.25)
     kernel = select_attention("reference", [spec], torch.float32, 4, torch.device("cpu"))
     cache = kernel.new_cache(6, 4, spec, torch.float32, torch.device("cpu"))
     cache.key.normal_()
     cache.value.normal_()
     before = cache.key.clone()
-    assert 0 < HostCache([cache], 4).seconds_per_block() < 0.1
+    clock = iter([0.0, 8.0, 10.0, 12.0, 20.0, 29.0])  # before and after each round
+    monkeypatch.setattr(swap, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    assert HostCache([cache], 4).seconds_per_block() == 0.5, "of the best round, which copied four"
     assert torch.equal(cache.key, before)
 
 

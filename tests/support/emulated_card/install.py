@@ -71,8 +71,6 @@ def emulated_card(
         stack.enter_context(torch.no_grad())  # torch without CUDA ends the process when it differentiates
         _set_aside_what_is_there()
         yield card
-        if card.pinned.is_registered:
-            gc.collect()  # what has pinned it is to unpin it while there is a card
 
 
 def _set_aside_what_is_there() -> None:

@@ -224,11 +224,6 @@ class PinnedMemory:
         self._storages[storage.data_ptr()] = StorageWeakRef(storage)
         return tensor
 
-    @property
-    def is_registered(self) -> bool:
-        """Whether any memory was pinned by its address, and has not been unpinned."""
-        return bool(self._registered)
-
     def register(self, address: int, size: int, flags: int) -> int:
         """cudaHostRegister: 0, or cudaErrorHostMemoryAlreadyRegistered."""
         if address in self._registered:

@@ -7,7 +7,7 @@
                           come faster than they are computed
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
-No request waits longer than computing would have taken, and none that computes in a few milliseconds asks at all.
+No request waits longer than computing in its turn would have taken; none that computes in milliseconds asks at all.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class _Visit:
     Attributes:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
-        until: when computing would have ended, as it is measured now; no later than `latest`.
+        until: when computing in its turn would have ended, as it is measured now; no later than `latest`.
+        ahead, total: tokens that were to be computed before its own when it began, and those of all prompts until then.
         order: the tiers that are still to be asked.
         asked: the one that is asked, `stop` at that time, and its answer.
         has_asked: any in this look; `has_looked`: the first look is over.
@@ -68,8 +69,12 @@ class _Visit:
 
     num_blocks: int
     num_found: int
+    num_cached: int
+    stop: int
     began: float
     latest: float
+    ahead: int
+    total: int
     order: Iterator[EngineTier]
     until: float = 0.0
     asked: tuple[EngineTier, int, Future[tuple[int, int | None]]] | None = None
@@ -82,13 +87,8 @@ class _Visit:
     loads: dict[int, ExtentLoad] = field(default_factory=dict)
     begun: int = 0
     num_lost: int = 0
-    stop: int = field(init=False)
-    num_cached: int = field(init=False)
     gained: float = 0.0
     is_over: bool = False
-
-    def __post_init__(self) -> None:
-        self.stop = self.num_cached = self.num_found
 
 
 class TierAdmission(EngineListener):
@@ -96,17 +96,16 @@ class TierAdmission(EngineListener):
 
     def __init__(self, inner: AdmissionPolicy, loads: Loads) -> None:
         self._inner, self._loads, self._tiers = inner, loads, loads.tiers
-        self._visits: dict[Request, _Visit] = {}
-        self._cost = OnlineStepCost()
+        self._visits, self._cost = dict[Request, _Visit](), OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._will_tell = False  # a first prompt is about to be computed: until it is, others wait
+        self._ahead = self._total = 0  # tokens of prompts that this step computes or begins with; that all steps have
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
         self, request: Request, prefix: Sequence[int], running: Sequence[Request], pool: KVPool
     ) -> bool | NotYet:
-        visit = self._visits.get(request)
-        if visit is None or visit.is_over:
+        if (visit := self._visits.get(request)) is None or visit.is_over:
             answer = self._inner.admits(request, prefix, running, pool)
             if answer is not True or visit is not None:
                 return answer
@@ -118,13 +117,16 @@ class TierAdmission(EngineListener):
             return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
         self._end(visit, request)
         answer = self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
-        num_left = (visit.num_blocks - len(prefix)) * pool.block_size
+        self._ahead += (num_left := (visit.num_blocks - len(prefix)) * pool.block_size)
         self._will_tell |= answer is True and self._longest < _MEASURED_TOKENS <= num_left
         return answer
 
+    def step_begins(self, running: Sequence[Request]) -> None:
+        self._ahead = sum(max(0, one.num_tokens - one.num_computed_tokens) for one in running)
+
     def step_done(self, step: DoneStep) -> None:
         out = step.out
-        self._num_steps += 1
+        self._num_steps, self._total = self._num_steps + 1, self._total + out.num_prompt_tokens
         self._will_tell &= not out.num_prompt_tokens
         if (out.num_prompt_tokens or self._num_steps % _EVERY == 0) and not (out.swap_out or out.swap_in):
             self._cost.observe(step_load(out), step.result.ended - step.result.started)
@@ -151,17 +153,18 @@ class TierAdmission(EngineListener):
             self._loads.leave(load)
 
     def _visit(self, request: Request, prefix: Sequence[int]) -> _Visit:
-        pool, size, now = self._loads.pool, self._tiers.extent_blocks, self._loads.clock()
-        num_blocks = (request.num_tokens - 1) // pool.block_size
-        tiers = list(self._tiers.tiers)
+        pool, size, tiers = self._loads.pool, self._tiers.extent_blocks, list(self._tiers.tiers)
+        num_blocks, found, now = (request.num_tokens - 1) // pool.block_size, len(prefix), self._loads.clock()
         held_until = math.inf if request.held_until is None else request.held_until
         latest = min(now + _LONGEST_WAIT, held_until - _OTHER_WAIT_SECONDS)
-        visit = _Visit(num_blocks, len(prefix), now, latest, iter(tiers + tiers[:-1]))
+        others = [other.num_blocks - other.num_cached for other in self._visits.values() if not other.is_over]
+        ahead = self._ahead + pool.block_size * sum(others)
+        visit = _Visit(num_blocks, found, found, found, now, latest, ahead, self._total, iter(tiers + tiers[:-1]))
         visit.is_over = (
             self._compute_seconds(len(prefix), num_blocks) < _FEW_SECONDS
             or not request.caches_blocks
             or (request.params.prompt_logprobs is not None and request.num_prompt_logprobs < request.num_prompt_tokens)
-            or sum(not other.is_over for other in self._visits.values()) >= _MOST_WAITING
+            or len(others) >= _MOST_WAITING
             or pool.most_reserved < size
             or not any(tier.is_open for tier in tiers)
             or latest <= now
@@ -175,7 +178,8 @@ class TierAdmission(EngineListener):
         """Whether to wait; starts what can be started."""
         size, now = self._tiers.extent_blocks, self._loads.clock()
         first = len(prefix) // size * size
-        visit.until = min(visit.began + self._compute_seconds(visit.num_found, visit.num_blocks), visit.latest)
+        in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, max(visit.ahead, self._total - visit.total))
+        visit.until = min(visit.began + in_turn, visit.latest)
         if now >= visit.until:
             return False
         if not visit.has_looked and not self._has_looked(visit, request):
@@ -184,16 +188,13 @@ class TierAdmission(EngineListener):
         stop = visit.stop // size * size if is_asking else visit.stop  # what is a part now may be whole soon
         if stop <= len(prefix):
             return is_asking
-        load = visit.loads.get(first)
-        if load is not None and load.is_adopted:  # it was evicted again, or was the last
+        if (load := visit.loads.get(first)) is not None and load.is_adopted:  # it was evicted again, or was the last
             stop = first
         if load is None or visit.num_lost != self._loads.num_lost:
             visit.begun, visit.num_lost = first, self._loads.num_lost
         for start in range(max(first, visit.begun), stop, size):
-            load = visit.loads.get(start)
-            if load is None:
-                tier = visit.places.get(start)
-                if tier is None:  # it was cached, and has been evicted
+            if (load := visit.loads.get(start)) is None:
+                if (tier := visit.places.get(start)) is None:  # it was cached, and has been evicted
                     visit.stop, visit.again = start, now
                     break
                 count = min(size, stop - start)
@@ -210,8 +211,7 @@ class TierAdmission(EngineListener):
                 visit.stop, visit.again = start, now
                 break
             visit.begun = start + size
-        stop = min(stop, visit.stop)
-        if stop <= len(prefix):
+        if (stop := min(stop, visit.stop)) <= len(prefix):
             return False
         wanted = range(max(first, visit.begun), stop, size)
         last_hash = request.block_hashes[min(wanted.start + size, stop) - 1]
@@ -219,7 +219,7 @@ class TierAdmission(EngineListener):
             all_, last = (self._compute_seconds(start, len(prefix)) for start in (visit.num_found, visit.num_cached))
             visit.gained, visit.num_cached = min(visit.began + all_, now + last), len(prefix)
         # Extents that come faster than they are computed are waited for, against any estimate.
-        worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop)
+        worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop, self._ahead)
         return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
@@ -257,8 +257,7 @@ class TierAdmission(EngineListener):
             if visit.asked is None:
                 if self._joins(visit, hashes):
                     continue
-                tier = next(visit.order, None)
-                if tier is None:
+                if (tier := next(visit.order, None)) is None:
                     break
                 if not (tier.is_open and tier.answers_within(_WORTH * (visit.until - self._loads.clock()))):
                     continue
@@ -286,8 +285,7 @@ class TierAdmission(EngineListener):
         begin = visit.stop // size * size
         ends = [begin + size] if begin + size <= visit.num_blocks else self._parts(visit.stop, visit.num_blocks, 0)
         for end in ends:
-            load = loads.get(hashes[end - 1])
-            if load is not None and load.tier.is_open:
+            if (load := loads.get(hashes[end - 1])) is not None and load.tier.is_open:
                 visit.places[begin], visit.stop = load.tier, end
                 return True
         return False
@@ -303,12 +301,13 @@ class TierAdmission(EngineListener):
         too_short = max(start + self._tiers.part_blocks - 1, stop)
         return range(min(start + size - 1, num_blocks), too_short, -1)
 
-    def _compute_seconds(self, num_cached: int, num_blocks: int) -> float:
-        """To compute the blocks of a request behind its first `num_cached`."""
+    def _compute_seconds(self, num_cached: int, num_blocks: int, ahead: int = 0) -> float:
+        """Seconds to compute the blocks of a request behind its first `num_cached`, and before them other tokens."""
         start, stop = (number * self._loads.pool.block_size for number in (num_cached, num_blocks))
+        num = stop - start + ahead
         if self._longest < _MEASURED_TOKENS:
             guess = _UNMEASURED_SECONDS if self._tiers.on_cores else _UNMEASURED_GPU_SECONDS
-            return (stop - start) * (_LONGEST_WAIT if self._will_tell else guess)
+            return num * (_LONGEST_WAIT if self._will_tell else guess)
         if stop > self._longest:  # short prompts do not tell what attention costs in long ones
-            return self._cost.cost.recompute_seconds(0, self._longest) * (stop - start) / self._longest
-        return self._cost.cost.recompute_seconds(start, stop)
+            start, stop = 0, self._longest
+        return self._cost.cost.recompute_seconds(start, stop) * num / max(1, stop - start)

@@ -201,7 +201,7 @@ class Tier:
 
     def close(self, seconds: float) -> None:
         """Finish the writes that wait, for so long at most; then close the store, unless it hangs."""
-        if self._writes.finish(seconds) and self._loads.finish(0.0) and self._finds.finish(0.0):
+        if all([self._writes.finish(seconds), self._loads.finish(0.0), self._finds.finish(0.0)]):
             try:
                 self._store.close()
             except Exception as error:

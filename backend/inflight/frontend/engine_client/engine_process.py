@@ -6,6 +6,7 @@ The process runs `inflight.worker`.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -28,6 +29,8 @@ from inflight.engine.messages import (
 from inflight.frontend.engine_client.os_process import OsProcess, exit_words, interpreter
 
 __all__ = ["EngineProcess", "EngineStartError", "engine_command", "module_command", "not_ready"]
+
+_log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).resolve().parents[2]
 _EXIT_SECONDS = 5.0
@@ -153,15 +156,15 @@ class EngineProcess:
         """End it at once, even if it is stopped or hangs; `exit_text` then returns the reason."""
         self.failure = self.failure or EngineFailed(reason)
         self._process.kill()
+        self._hang_up()
 
     def exit_text(self) -> str:
         """How it ended, in a few words.  A process that has closed its pipe but still runs is killed."""
         try:
             status = self._process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return "it closed its pipe and hung"
+            self._end()
+            return "it closed its pipe and hung" if self.failure is None else self.failure.message
         if self.failure is not None:
             return self.failure.message
         return exit_words(status)
@@ -174,7 +177,7 @@ class EngineProcess:
         """No effect: see `watch_turns`."""
 
     def stop(self, polite: bool = True) -> None:
-        """End it: close our side of the pipe, then SIGKILL.  Safe to repeat.
+        """End it: close our side of the pipe, then SIGKILL.  Returns within ten seconds.  Safe to repeat.
 
         Half-closing the socket tells the engine to exit.  Unlike a `Shutdown` message, it does not block on an
         engine that reads nothing, and it wakes the writer thread up.
@@ -188,8 +191,25 @@ class EngineProcess:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_EXIT_SECONDS)
         if self._process.poll() is None:
-            self._process.kill()  # it ignores SIGTERM, which service managers send to every process of the server
-        self._process.wait()
+            self._end()
+
+    def _end(self) -> None:
+        """SIGKILL: it ignores SIGTERM, which service managers send to every process of the server.
+
+        A process that waits for a disk that hangs ends only when the disk answers.  It is not waited for.
+        """
+        self._process.kill()
+        try:
+            self._process.wait(_EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            text = "the engine process %d was killed, and has not ended %g s later: a disk or device that it waits for"
+            _log.warning(text + " hangs.  It keeps its memory until then", self.pid, _EXIT_SECONDS)
+            self._hang_up()
+
+    def _hang_up(self) -> None:
+        """`receive` yields what has come, and then raises EOFError, even if the process lives on."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the pipe of a process that has ended."""

@@ -99,10 +99,10 @@ class Medium(MemoryStore):
             heapq.heappush(self._in_progress, (end, start, thread, (future, work, args)))
 
 
-def engine(medium: Medium) -> TieredRig:
+def engine(medium: Medium, max_num_seqs: int = 8) -> TieredRig:
     """Steps take the time that their tokens do."""
     info = Info(num_blocks=2200, max_model_len=9000)
-    options = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": 8}
+    options = {"block_size": BLOCK, "max_num_batched_tokens": 512, "max_num_seqs": max_num_seqs}
     rig = TieredRig(info, EXTENT_BLOCKS, [medium], cpu_seconds=EXTENT_CPU_SECONDS, **options)
     rig.check = lambda: None  # type: ignore[method-assign]
     rig.tiers.cpu_clock = rig.clock  # cores that nothing else uses
@@ -233,6 +233,41 @@ def test_a_new_engine_learns_from_the_first_of_many_that_wait(
     in_one = 3000 // BLOCK // EXTENT_BLOCKS * EXTENT_BLOCKS * BLOCK
     assert num_loaded * in_one <= rig.tiers.num_hits < (num_loaded + 0.5) * in_one
     assert rig.now - began < 1.05 * (3 - num_loaded) * 3000 * TOKEN_SECONDS + num_loaded * 0.2
+
+
+def test_of_many_that_return_to_a_new_engine_most_are_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compute one takes as long as to load four: in the step that computes the first one, the others would be late
+    if each were alone."""
+    monkeypatch.setattr(tier_admission, "_UNMEASURED_SECONDS", TOKEN_SECONDS / 8)
+    medium = Medium()
+    medium.rate = 60e6
+    rig = engine(medium, max_num_seqs=32)
+    conversations = [[13 + number, *PROMPT[:255]] for number in range(30)]
+    for number, prompt in enumerate(conversations):
+        medium.extents.update(extents_of([*prompt, 1]))
+        add(rig.core, number, [*prompt, 1], max_tokens=1)
+    began = rig.now
+    while rig.core.has_work:
+        if not rig.core.step().stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    assert rig.tiers.num_hits >= 20 * 256
+    assert rig.now - began < 30 * 256 * TOKEN_SECONDS / 2.5
+
+
+def test_a_request_whose_question_is_open_does_not_give_up_because_a_later_one_was_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The later one asks no tier.  It is computed in a step that is longer than computing the first alone."""
+    medium = Medium()
+    rig = engine(medium)
+    first, later = [13, *PROMPT[:256]], [14, *PROMPT[:500]]
+    medium.extents.update(extents_of(first))
+    add(rig.core, 0, first, max_tokens=1)
+    add(rig.core, 1, later, max_tokens=1, prompt_logprobs=0)
+    while rig.core.has_work:
+        if not rig.core.step().stats.batch_size:
+            medium.pass_time(HELD_POLL_SECONDS)
+    assert rig.tiers.num_hits == 256
 
 
 def test_a_new_engine_learns_from_a_prompt_whose_larger_half_was_found(

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from shared_engine_rig import alive, wait_for
 
 from inflight.frontend.chat import render_client as template_process
 from inflight.frontend.chat.render_client import RenderClient
@@ -195,10 +196,7 @@ def test_the_process_ends_with_its_parent() -> None:
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     pid = int(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout)
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    wait_for(lambda: not alive(pid))
 
 
 def test_the_process_does_not_see_the_admin_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -108,8 +109,12 @@ def parent(pid: int) -> int:
 
 
 def spares(place: Place) -> list[int]:
-    command = [(pid, Path(f"/proc/{pid}/cmdline").read_bytes()) for pid in place.processes()]
-    return [pid for pid, line in command if b"--fork-server" in line and b"--shared" in line]
+    found = []
+    for pid in place.processes():
+        with contextlib.suppress(OSError):  # it has ended since
+            line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            found += [pid] * (b"--fork-server" in line and b"--shared" in line)
+    return found
 
 
 def demand(pid: int) -> tuple[int, int]:

@@ -167,13 +167,16 @@ CALLS: list[Callable[[PeerStore], Any]] = [
 def test_an_engine_that_stops_and_is_killed_and_comes_back() -> None:
     with PeerProcess() as peer:
         seal = Seal(NAMESPACE)
-        tier = Tier("peer", PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 0.3), seal, TierThreads, "none")
+        stores = [PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 30) for _ in range(2)]
+        tier = Tier("peer", stores[0], seal, TierThreads, "none")
         memory, frames = blank(SIZE)
         assert tier.find([key(1), key(99)]).result() == (1, None)
         assert tier.load(key(1), lambda read: read(frames)).result() and memory == content(1, SIZE)
-        store = PeerStore("127.0.0.1", peer.port, NAMESPACE, b"", 0.3)
+        store = stores[1]
         assert store.find([key(1)]) == 1
         peer.stop()
+        for one in stores:
+            one._seconds = 0.3
         for call in (*CALLS, *CALLS):  # on a connection of before, then on new ones
             with pytest.raises(TimeoutError, match="did not answer in time"):
                 call(store)
@@ -200,6 +203,14 @@ def test_connections_that_an_engine_has_closed_are_made_anew(rig: PeerRig) -> No
         with PeerRig(port=rig.port) as again:
             again.host.store(key(1), frames_of(content(1, SIZE)))
             assert is_right(store, 1)
+
+
+def received(client: socket.socket, size: int) -> bytes:
+    """So many bytes; raises ConnectionError where they end before."""
+    data = client.recv(size, socket.MSG_WAITALL)
+    if len(data) < size:
+        raise ConnectionError("the engine has hung up")
+    return data
 
 
 class LyingPeer:
@@ -232,15 +243,15 @@ class LyingPeer:
             return
         nonce = bytes(16)
         client.sendall(encoded(Challenge(1, nonce)))
-        size = int.from_bytes(client.recv(4), "big")
-        hello = msgspec.msgpack.decode(client.recv(size), type=Hello)
+        size = int.from_bytes(received(client, 4), "big")
+        hello = msgspec.msgpack.decode(received(client, size), type=Hello)
         mine = proof(self._secret, b"server", nonce + hello.nonce, hello.namespace, self._is_same)
         client.sendall(encoded(Welcome(self._is_same, False, mine)))
         client.recv(1)
         client.sendall(self._answer)
 
     def store(self, secret: bytes = b"") -> PeerStore:
-        return PeerStore("127.0.0.1", self.port, NAMESPACE, secret, 0.3)
+        return PeerStore("127.0.0.1", self.port, NAMESPACE, secret, 30.0)
 
     def __enter__(self) -> LyingPeer:
         return self
