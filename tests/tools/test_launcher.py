@@ -219,7 +219,8 @@ def test_session_members_and_ended_children() -> None:
     script = "sleep 600 & sh -c 'kill -FPE $$' & exec sleep 600"
     with subprocess.Popen(["sh", "-c", script], start_new_session=True) as leader:
         try:
-            _wait_until(lambda: any(map(end_of, children(leader.pid, "sh"))))
+            # The sleeper, too, is called "sh" until it has become `sleep`.
+            _wait_until(lambda: children(leader.pid, "sleep") and any(map(end_of, children(leader.pid, "sh"))))
             (zombie,) = children(leader.pid, "sh")
             (sleeper,) = children(leader.pid, "sleep")
             members = session_members(leader.pid)

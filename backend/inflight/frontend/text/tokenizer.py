@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from inflight.heap import trim_heap
 from inflight.hub import CheckpointFileError, checkpoint_file
 
 __all__ = ["Tokenizer", "TokenizerError", "read_text"]
@@ -252,9 +253,11 @@ class Tokenizer:
             from tokenizers import Tokenizer as FastTokenizer
 
             try:
-                return cls(_Fast(FastTokenizer.from_file(str(path))))
+                loaded = cls(_Fast(FastTokenizer.from_file(str(path))))
             except Exception as error:  # the library raises bare Exception
                 raise TokenizerError(f"{path}: not a tokenizer: {error}") from None
+            trim_heap()  # as much as stays was used on the way
+            return loaded
         from transformers import AutoTokenizer
 
         try:

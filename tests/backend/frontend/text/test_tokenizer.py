@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from frontend_rig import demo_tokenizer
+from frontend_rig import CHECKPOINT, demo_tokenizer
 
+from inflight.frontend.text import tokenizer
 from inflight.frontend.text.tokenizer import Tokenizer, TokenizerError
 
 BYTE_LEVEL = demo_tokenizer()
@@ -26,3 +27,12 @@ def test_a_missing_tokenizer_is_named(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer.load(str(tmp_path))
+
+
+def test_what_was_used_to_read_a_tokenizer_is_returned_to_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once what is no longer needed has been freed."""
+    events: list[str] = []
+    monkeypatch.setattr(Tokenizer, "__init__", lambda self, backend: events.append("made"))
+    monkeypatch.setattr(tokenizer, "trim_heap", lambda: events.append("trimmed"))
+    Tokenizer.load(str(CHECKPOINT))
+    assert events == ["made", "trimmed"]
