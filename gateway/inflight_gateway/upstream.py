@@ -258,14 +258,14 @@ class Upstream:
         async with self._lock:
             failed, error = self._unlisted
             if error is not None and failed >= asked:  # for another call, while this one waited
-                raise error
+                raise error.again()
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
                 try:
                     found = await self._list()
                 except APIError as failure:
-                    self._unlisted = time.monotonic(), failure
+                    self._unlisted = time.monotonic(), failure.again()
                     raise
-                self._listed = time.monotonic(), found
+                self._listed, self._unlisted = (time.monotonic(), found), (float("-inf"), None)
             return self._listed[1]
 
     async def _list(self) -> list[ServedModel]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -227,26 +229,78 @@ async def test_adapters_of_a_model_that_does_not_answer_are_still_known() -> Non
     assert (found.name, found.adapter) == ("foo", "doll")
 
 
-async def test_calls_that_wait_for_one_that_fails_fail_with_it() -> None:
-    """Where each attempt lasts until its time is up, they would else fail one after another."""
-    client, asked, gone = ScriptedClient(lambda request: text("an answer")), [], asyncio.Event()
+class NoList(ScriptedClient):
+    """A client whose server cannot be reached; each attempt lasts until `ends` is set.
 
-    async def repository_index() -> list[dict[str, Any]]:
-        asked.append(1)
-        await gone.wait()
+    Attributes:
+        asked: the number of attempts.
+        begun: set by each attempt.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: text("an answer"))
+        self.asked, self.begun, self.ends = 0, asyncio.Event(), asyncio.Event()
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        self.asked += 1
+        self.begun.set()
+        await self.ends.wait()
         raise ServerUnreachableError("cannot reach 127.0.0.1:1")
 
-    client.repository_index = repository_index  # type: ignore[method-assign]
+
+async def test_calls_that_wait_for_one_that_fails_fail_with_it() -> None:
+    """Where each attempt lasts until its time is up, they would else fail one after another."""
+    client = NoList()
     upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
     calls = [asyncio.create_task(upstream.models()) for _ in range(5)]
-    while not asked:
-        await asyncio.sleep(0)
-    gone.set()
+    await client.begun.wait()
+    client.ends.set()
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert len(asked) == 1 and {one.code for one in found if isinstance(one, APIError)} == {"upstream_unreachable"}
+    assert client.asked == 1
+    assert [isinstance(one, APIError) and one.code for one in found] == ["upstream_unreachable"] * 5
+    assert len({id(one) for one in found}) == 5, "each has its own, with the frames of its own caller"
+    assert len({(one.status, one.message, *one.headers.items()) for one in found if isinstance(one, APIError)}) == 1
     with pytest.raises(APIError):
         await upstream.models()
-    assert len(asked) == 2, "a later call asks again"
+    assert client.asked == 2, "a later call asks again"
+
+
+async def test_the_next_call_asks_if_the_first_is_cancelled() -> None:
+    client = NoList()
+    upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
+    calls = [asyncio.create_task(upstream.models()) for _ in range(3)]
+    await client.begun.wait()
+    client.begun.clear()
+    calls[0].cancel()
+    await client.begun.wait()
+    client.ends.set()
+    first, *others = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError) and client.asked == 2
+    assert [isinstance(one, APIError) and one.code for one in others] == ["upstream_unreachable"] * 2
+
+
+async def test_a_failed_request_leaves_nothing_behind() -> None:
+    """Such as its body; also after the server is back, and nothing fails any more."""
+
+    class Body:
+        pass
+
+    client = NoList()
+    upstream, kept = Upstream(GatewayOptions(reconnect_timeout=0), client), []
+
+    async def request() -> None:
+        body = Body()
+        kept.append(weakref.ref(body))
+        await upstream.models()
+
+    calls = [asyncio.create_task(request()) for _ in range(2)]
+    await client.begun.wait()
+    client.ends.set()
+    assert all(isinstance(one, APIError) for one in await asyncio.gather(*calls, return_exceptions=True))
+    del calls
+    await asyncio.sleep(0)  # the event loop has let go of what it handed over last
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
 
 
 async def test_no_more_requests_wait_for_a_server_than_can_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
