@@ -15,13 +15,13 @@ from scripted_client import ScriptedClient, text
 
 from inflight_client import ServerUnreachableError
 from inflight_client.connection import Connection
-from inflight_gateway import upstream as upstream_module
 from inflight_gateway.app import build_app
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.model_upstreams import ModelUpstreams, upstream_for
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
+from inflight_gateway.waiting import WaitingRequests
 
 
 class Fleet:
@@ -31,7 +31,8 @@ class Fleet:
         self.clients = {name: self._client(name) for name in ("qwen", "llama")}
         self.others = self._client("others", others) if others else None
         named = {name: self._upstream(client, name) for name, client in self.clients.items()}
-        self.upstreams = ModelUpstreams(named, None if self.others is None else self._upstream(self.others))
+        others = None if self.others is None else self._upstream(self.others)
+        self.upstreams = ModelUpstreams(named, others, WaitingRequests(1024))
 
     @staticmethod
     def _client(name: str, models: tuple[str, ...] = ()) -> ScriptedClient:
@@ -303,27 +304,91 @@ async def test_a_failed_request_leaves_nothing_behind() -> None:
     assert [one() for one in kept] == [None, None]
 
 
-async def test_no_more_requests_wait_for_a_server_than_can_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, reachable, sleeping = ScriptedClient(lambda request: text("an answer")), asyncio.Event(), asyncio.Event()
+class NoAnswer(ScriptedClient):
+    """A client whose server takes connections and says nothing until `answers` is set."""
+
+    def __init__(self, *models: str) -> None:
+        super().__init__(lambda request: text("an answer"), models or ("demo",))
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().metadata(model)
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().repository_index()
+
+
+_TOO_MANY = r"1 requests wait for Triton .*max_open_requests=1\)"
+
+
+@pytest.mark.parametrize("name", ["demo", None])
+async def test_no_more_requests_wait_for_a_server_than_can_be_open(name: str | None) -> None:
+    """From their first question on, which can last as long as a connection takes to fail."""
+    client = NoAnswer()
+    upstream = Upstream(GatewayOptions(max_open_requests=1), client)
+    first = asyncio.create_task(upstream.resolve(name))
+    await client.asked.wait()
+    for other in ("demo", "another", None):
+        with pytest.raises(APIError, match=_TOO_MANY) as caught:
+            await asyncio.wait_for(upstream.resolve(other), 20)
+        assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
+    client.answers.set()
+    assert (await first).name == (await upstream.resolve("demo")).name == "demo"
+    client.answers.clear()
+    client.asked.clear()
+    other = asyncio.create_task(upstream.resolve("another"))
+    await client.asked.wait()
+    assert (await asyncio.wait_for(upstream.resolve("demo"), 20)).name == "demo", "a known model is not waited for"
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    assert upstream._waiting.count == 0
+
+
+async def test_a_request_that_waits_for_another_attempt_counts_until_its_end() -> None:
+    client, tried = ScriptedClient(lambda request: text("an answer")), asyncio.Queue[int]()
     metadata = client.metadata
 
     async def unreachable(model: str) -> Any:
-        if not reachable.is_set():
+        tried.put_nowait(upstream._waiting.count)
+        if tried.qsize() < 3:
             raise ServerUnreachableError("cannot reach 127.0.0.1:1")
         return await metadata(model)
 
-    async def sleep(seconds: float) -> None:
-        sleeping.set()
-        await reachable.wait()
-
     client.metadata = unreachable  # type: ignore[method-assign]
-    upstream = Upstream(GatewayOptions(max_open_requests=1), client)
-    monkeypatch.setattr(upstream_module.asyncio, "sleep", sleep)
-    first = asyncio.create_task(upstream.resolve("demo"))
-    await sleeping.wait()
-    for _ in range(2):
-        with pytest.raises(APIError, match="cannot reach"):
-            await asyncio.wait_for(upstream.resolve("demo"), 20)
-    reachable.set()
-    assert (await first).name == (await upstream.resolve("demo")).name == "demo"
-    assert upstream._num_waiting == 0
+    upstream = Upstream(GatewayOptions(), client)
+    assert (await upstream.resolve("demo")).name == "demo"
+    assert [tried.get_nowait() for _ in range(3)] == [1, 1, 1] and upstream._waiting.count == 0
+
+
+@pytest.mark.parametrize("name", ["qwen", "others", None])
+async def test_requests_that_wait_for_the_tritons_of_several_models_count_together(name: str | None) -> None:
+    options = GatewayOptions(max_open_requests=1)
+    waiting = WaitingRequests(1)
+    clients = {one: NoAnswer(one) for one in ("qwen", "llama", "others")}
+    each = {one: Upstream(options, client, waiting=waiting) for one, client in clients.items()}
+    both = ModelUpstreams({"qwen": each["qwen"], "llama": each["llama"]}, each["others"], waiting)
+    first = asyncio.create_task(both.resolve(name))
+    while not any(client.asked.is_set() for client in clients.values()):
+        await asyncio.sleep(0)
+    for other in ("qwen", "llama", "others", None):
+        with pytest.raises(APIError, match=_TOO_MANY):
+            await asyncio.wait_for(both.resolve(other), 20)
+    for client in clients.values():
+        client.answers.set()
+    if name is None:
+        with pytest.raises(APIError, match="models here: qwen, llama, others"):
+            await first
+    else:
+        assert (await first).name == name
+    assert (await both.resolve("llama")).name == "llama"
+    assert waiting.count == 0
+
+
+def test_all_groups_have_one_count() -> None:
+    both = upstream_for(GatewayOptions(triton=("a=127.0.0.1:1", "b=127.0.0.1:2", "127.0.0.1:3")), lambda *_: None)
+    assert isinstance(both, ModelUpstreams)
+    assert {id(one._waiting) for one in both._all} == {id(both._waiting)}
