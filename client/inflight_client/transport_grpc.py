@@ -40,6 +40,7 @@ __all__ = ["AsyncGrpcTransport", "GrpcTransport"]
 
 # The server ends an overdue request with a better message; the client only makes sure that it ends.
 _GRACE_SECONDS = 1.0
+_END_SECONDS = 10.0  # for the server to end a stream after its final response
 _STREAM_METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 
 
@@ -106,11 +107,14 @@ class GrpcCall(_CallProgress):
     def __init__(self, call: Any, address: str) -> None:
         super().__init__(address)
         self._call = call
+        self._ended = threading.Event()  # by the server; only after the final response
 
     def __iter__(self) -> GrpcCall:
         return self
 
     def __next__(self) -> Columns:
+        if self._final and not self._is_ended():
+            raise StopIteration
         try:
             response = next(self._call)
         except StopIteration:
@@ -119,25 +123,45 @@ class GrpcCall(_CallProgress):
         except grpc.RpcError as error:
             raise self._error(error) from None
         try:
-            return self._columns(response)
+            columns = self._columns(response)
         except InflightError:
             self.close()
             raise
+        if self._final:
+            self._keep()
+        return columns
+
+    def _keep(self) -> None:
+        """Let the call live until the server has ended it, also if this object is dropped: grpc would cancel it."""
+        ended = self._ended
+
+        def end(kept: Any = self._call) -> None:
+            ended.set()
+
+        if not self._call.add_callback(end):
+            end()
+
+    def _is_ended(self) -> bool:
+        """Wait for the server to end the call, which it does at once; if it does not, cancel."""
+        if self._ended.wait(_END_SECONDS):
+            return True
+        self._call.cancel()
+        return False
 
     def cancel(self) -> None:
-        self._call.cancel()
-
-    def close(self) -> None:
         """Cancel, unless the final response has arrived: the server is then closing the stream anyway, and
         a cancellation that crosses the end of its request can crash tritonserver 24.10."""
         if not self._final:
             self._call.cancel()
+
+    def close(self) -> None:
+        """As `cancel`, and wait for the server to close the stream."""
+        if not self._final:
+            self._call.cancel()
             return
-        try:
+        with contextlib.suppress(grpc.RpcError):
             for _ in self._call:
                 pass
-        except grpc.RpcError:
-            pass
 
 
 class GrpcTransport:
@@ -216,7 +240,7 @@ class AsyncGrpcCall(_CallProgress):
 
     async def __anext__(self) -> Columns:
         try:
-            response = await self._call.read()
+            response = await (self._last() if self._final else self._call.read())
         except grpc.RpcError as error:
             raise self._error(error) from None
         except asyncio.CancelledError:
@@ -233,19 +257,32 @@ class AsyncGrpcCall(_CallProgress):
             raise
 
     def cancel(self) -> None:
+        """As `GrpcCall.cancel`."""
         self._cancelled = True
-        self._call.cancel()
+        if not self._final:
+            self._call.cancel()
 
     async def close(self) -> None:
         """As `GrpcCall.close`."""
-        if not self._final:
+        if self._final:
+            with contextlib.suppress(grpc.RpcError):
+                await self._last()
+        else:
             self.cancel()
-            return
-        try:
+
+    async def _last(self) -> Any:
+        """Read to the end, which comes at once; if it does not, cancel."""
+
+        async def drain() -> None:
             while await self._call.read() is not grpc.aio.EOF:
                 pass
-        except grpc.RpcError:
-            pass
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            # A task that is cancelled in `read` cancels the call.
+            await asyncio.wait_for(asyncio.shield(drain()), _END_SECONDS)
+            return grpc.aio.EOF
+        self._call.cancel()
+        return grpc.aio.EOF
 
     def __del__(self) -> None:
         # A blocking call is cancelled with its object; here grpc's own tasks keep the call alive.

@@ -13,6 +13,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import CancelledError, Future
 from typing import Any, TypeVar
 from urllib.parse import quote
 
@@ -52,6 +53,12 @@ class _Session:
             limits=httpx2.Limits(max_connections=None, max_keepalive_connections=32),
         )
         self._timeout = connection.connect_timeout
+        self._closed = False
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if the client is closed."""
+        if self._closed:
+            raise _closed_error(self.address)
 
     async def generate(self, request: GenerationRequest, timeout: float | None) -> AsyncIterator[Columns]:
         """The outputs of a request, response by response; closing the iterator closes the connection."""
@@ -113,13 +120,19 @@ class _Session:
         return result
 
     async def _request(self, method: str, path: str, timeout: float, **options: Any) -> httpx2.Response:
+        self.check_open()
         try:
             return await self._http.request(method, path, timeout=timeout, **options)
         except httpx2.TransportError as error:
             raise ServerUnreachableError(f"cannot reach {self.address} by HTTP: {_reason(error)}") from None
 
     async def aclose(self) -> None:
+        self._closed = True
         await self._http.aclose()
+
+
+def _closed_error(address: str) -> RuntimeError:
+    return RuntimeError(f"the client for {address} is closed; create a new one")
 
 
 def _reason(error: httpx2.TransportError) -> str:
@@ -186,6 +199,7 @@ class AsyncHttpTransport:
     def open(self, request: GenerationRequest, timeout: float | None) -> AsyncHttpCall:
         """Send a request; `timeout` is the number of seconds it has left."""
         asyncio.get_running_loop()  # raises before the creation of a coroutine that would never be awaited
+        self._session.check_open()
         return AsyncHttpCall(self._session, request, timeout)
 
     async def server_live(self) -> bool:
@@ -217,57 +231,80 @@ class AsyncHttpTransport:
 
 def _run_and_close(loop: asyncio.AbstractEventLoop) -> None:
     loop.run_forever()
+    loop.run_until_complete(_cancel_others())
     loop.close()
 
 
-class _LoopThread:
-    """An event loop in a daemon thread that ends with this object."""
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
-    def __init__(self) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=_run_and_close, args=(self.loop,), name="inflight-client", daemon=True)
+
+class _LoopThread:
+    """An event loop in a daemon thread that ends with this object.
+
+    Args:
+        address: of the server, for errors.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._lock = threading.Lock()  # guards `_closed`; nothing is scheduled once it is set
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=_run_and_close, args=(self._loop,), name="inflight-client", daemon=True)
         self._thread.start()
 
     def __del__(self) -> None:
         with contextlib.suppress(RuntimeError):  # closed already
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def start(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
+        """Run a coroutine in the loop.
+
+        Raises:
+            RuntimeError: the loop is closed.
+        """
+        with self._lock:
+            if not self._closed:
+                return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        coroutine.close()
+        raise _closed_error(self._address)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine in the loop and wait for it."""
+        """Run a coroutine in the loop and wait for it; raises RuntimeError if the loop is closed before its end."""
         try:
-            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-        except RuntimeError:  # another thread has closed it
-            coroutine.close()
-            raise
-        return future.result()
+            return self.start(coroutine).result()
+        except CancelledError:
+            raise _closed_error(self._address) from None
 
-    def close(self) -> None:
-        if self.loop.is_closed():
-            return
-        self.run(self._cancel_all())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-
-    async def _cancel_all(self) -> None:
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def close(self, last: Coroutine[Any, Any, None]) -> None:
+        """Run a last coroutine in the loop, and end all others.  Safe to repeat."""
+        with self._lock:
+            if self._closed:
+                last.close()
+                return
+            future = asyncio.run_coroutine_threadsafe(last, self._loop)
+            self._closed = True
+        try:
+            future.result()
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
 
 
 class HttpCall:
     """Iterator over the outputs of a request.  Any thread can call `cancel`."""
 
-    def __init__(
-        self, session: _Session, thread: _LoopThread, request: GenerationRequest, timeout: float | None
-    ) -> None:
+    def __init__(self, thread: _LoopThread, outputs: queue.SimpleQueue[Any], future: Future[None]) -> None:
         self._thread = thread  # keeps the loop running if the client is dropped
         # As in `AsyncHttpCall`, the task must not reference this object.
-        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        put = self._queue.put
-        self._future = asyncio.run_coroutine_threadsafe(session.pump(request, timeout, put), thread.loop)
-        self._future.add_done_callback(lambda _: put(_END))
+        self._queue = outputs
+        self._future = future
         self._cancelled = False
+        future.add_done_callback(lambda _: outputs.put(_END))
 
     def __iter__(self) -> HttpCall:
         return self
@@ -300,7 +337,7 @@ class HttpTransport:
 
     def __init__(self, connection: Connection) -> None:
         self.address = connection.address
-        self._thread = _LoopThread()
+        self._thread = _LoopThread(connection.address)
         self._async = self._thread.run(self._make(connection))
 
     @staticmethod
@@ -309,7 +346,9 @@ class HttpTransport:
 
     def open(self, request: GenerationRequest, timeout: float | None) -> HttpCall:
         """Send a request; `timeout` is the number of seconds it has left."""
-        return HttpCall(self._async._session, self._thread, request, timeout)
+        outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        future = self._thread.start(self._async._session.pump(request, timeout, outputs.put))
+        return HttpCall(self._thread, outputs, future)
 
     def server_live(self) -> bool:
         return self._thread.run(self._async.server_live())
@@ -333,7 +372,4 @@ class HttpTransport:
         return self._thread.run(self._async.control(model, question, timeout))
 
     def close(self) -> None:
-        if self._thread.loop.is_closed():
-            return
-        self._thread.run(self._async.close())
-        self._thread.close()
+        self._thread.close(self._async.close())

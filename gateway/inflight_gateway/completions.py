@@ -18,7 +18,7 @@ from inflight_gateway.fill_in_middle import fill_in_middle
 from inflight_gateway.gateway import Gateway, gateway_of
 from inflight_gateway.generation import complete, stream_events
 from inflight_gateway.kv_transfer import transfer_answer
-from inflight_gateway.length_limit import LengthLimit
+from inflight_gateway.length_limit import LengthLimit, check_ids
 from inflight_gateway.response_format import body_constraint
 from inflight_gateway.sse import encode_json
 from inflight_gateway.translations import COMPLETIONS, Translation
@@ -106,8 +106,7 @@ def completion_requests(
         APIError: the request is not valid, or the model cannot fill the gap before a suffix.
     """
     if body.truncate_prompt_tokens is None:
-        for prompt in prompts:
-            _check_length(model, prompt)
+        _check_lengths(model, prompts)
     arguments = _arguments(gateway, http, model, body)
     _check_repeated([arguments, body.suffix], len(prompts), gateway.options.max_body_bytes)
     if body.suffix:
@@ -126,15 +125,13 @@ def _check_repeated(options: list[Any], count: int, limit: int) -> None:
         )
 
 
-def _check_length(model: ServedModel, prompt: dict[str, Any]) -> None:
-    """Raise an error for token ids beyond the context, before they take the time to be sent."""
-    context, count = model.info.get("max_model_len"), len(prompt.get("input_ids", ()))
-    if context is not None and count >= context:
-        raise invalid(
-            f"prompt: {count} token ids came; at most {context - 1} are allowed (max_model_len={context} minus one "
-            "output token), so send fewer, or set truncate_prompt_tokens",
-            "prompt",
-        )
+def _check_lengths(model: ServedModel, prompts: list[dict[str, Any]]) -> None:
+    """Raise an error for token ids far beyond the context, before they take the time to be sent."""
+    if context := model.info.get("max_model_len"):
+        for i, prompt in enumerate(prompts):
+            name = "prompt" if len(prompts) == 1 else f"prompt[{i}]"
+            why = f"max_model_len={context} minus one output token"
+            check_ids(name, len(prompt.get("input_ids", ())), context - 1, why)
 
 
 def _check(body: CompletionBody) -> None:

@@ -255,6 +255,13 @@ class ClientConnection(HttpToolsProtocol):
         elif self.transport.is_closing():
             self._watch_client()
 
+    def shutdown(self) -> None:
+        """The process ends; uvicorn waits for the requests, but one that was refused in its body has no end."""
+        if self._bytes_to_drop is None:
+            super().shutdown()
+        else:
+            self._close()
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or too large."""
         self._refuse(_HEAD_TOO_LARGE if self._head_bytes > _MAX_HEAD_BYTES else APIError(400, msg))
@@ -279,6 +286,7 @@ class ClientConnection(HttpToolsProtocol):
         return self._bytes_to_drop is not None or self.transport.is_closing()
 
     def _close(self) -> None:
+        """Close the connection when its client has read what was sent, such as a whole answer before a refusal."""
         self.transport.close()
         self._watch_client()
 
@@ -301,7 +309,7 @@ class ClientConnection(HttpToolsProtocol):
     def _drop(self, data: bytes) -> None:
         self._bytes_to_drop = cast(int, self._bytes_to_drop) - len(data)
         if self._bytes_to_drop < 0 and not self.transport.is_closing():
-            self.end()
+            self._close()
 
     def _is_next(self) -> bool:
         """Whether the client waits for an answer to what arrives now, and has nothing of it."""
@@ -370,7 +378,7 @@ class ClientConnection(HttpToolsProtocol):
 
     def _arm(self, seconds: float) -> None:
         self._disarm()
-        self._timer = self.loop.call_later(seconds, self.end)
+        self._timer = self.loop.call_later(seconds, self._close)
 
     def _disarm(self) -> None:
         if self._timer is not None:

@@ -92,6 +92,18 @@ class APIError(Exception):
         if retry_after is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after)))
 
+    def again(self) -> APIError:
+        """An equal error that was not raised: one that was holds the frames that it passed, with all their objects."""
+        return APIError(
+            self.status,
+            self.message,
+            param=self.param,
+            code=self.code,
+            type=self.type,
+            retry_after=self.retry_after,
+            headers=self.headers,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of a response, or of an event in a stream."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}

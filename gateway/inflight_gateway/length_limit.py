@@ -6,12 +6,33 @@ from dataclasses import dataclass
 
 from starlette.types import Scope
 
+from inflight_gateway.errors import invalid
 from inflight_gateway.response_headers import warn
 from inflight_gateway.upstream import ServedModel
 
-__all__ = ["LengthLimit"]
+__all__ = ["LengthLimit", "check_ids"]
 
 _MAX_TOKENS = 2**31 - 1
+_MANY_IDS, _CONTEXTS = 1 << 17, 8
+
+
+def check_ids(name: str, count: int, most: int | None, why: str) -> None:
+    """Refuse so many token ids that their conversion would keep other requests waiting (0.1 us each).
+
+    The model refuses what is beyond its context: what is known here of it can be older than its last start, or tell of
+    another of several Tritons.
+
+    Args:
+        name: of the list, in the body.
+        most: that the context takes, as far as known; None: unknown.
+        why: `most` is the limit.
+    """
+    if most is not None and count > max(_MANY_IDS, _CONTEXTS * most):
+        raise invalid(
+            f"{name}: {count} token ids came; at most {most} are allowed ({why}), so send fewer, or set "
+            "truncate_prompt_tokens",
+            name.partition("[")[0],
+        )
 
 
 @dataclass(frozen=True)

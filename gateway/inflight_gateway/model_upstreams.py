@@ -12,6 +12,7 @@ from inflight_client.request import GenerationRequest
 from inflight_gateway.errors import APIError, model_not_found
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import AnyUpstream, ServedModel, Upstream, only_model
+from inflight_gateway.waiting import WaitingRequests
 
 __all__ = ["ModelUpstreams", "upstream_for"]
 
@@ -19,15 +20,18 @@ __all__ = ["ModelUpstreams", "upstream_for"]
 def upstream_for(options: GatewayOptions, routed: Callable[[str, str], None]) -> AnyUpstream:
     """The Tritons that `options.triton` lists."""
 
+    waiting = WaitingRequests(options.max_open_requests)
+
     def group(addresses: tuple[str, ...], models: tuple[str, ...]) -> Upstream:
-        return Upstream(dataclasses.replace(options, triton=addresses, models=models), routed=routed)
+        chosen = dataclasses.replace(options, triton=addresses, models=models)
+        return Upstream(chosen, routed=routed, waiting=waiting)
 
     groups = dict(options.triton_groups)
     others = groups.pop("", None)
     if not groups:
         return group(options.triton, options.models)
     named = {model: group(addresses, (model,)) for model, addresses in groups.items()}
-    return ModelUpstreams(named, None if others is None else group(others, options.models))
+    return ModelUpstreams(named, None if others is None else group(others, options.models), waiting)
 
 
 class ModelUpstreams:
@@ -36,11 +40,13 @@ class ModelUpstreams:
     Args:
         named: by model.
         others: of all other models.
+        waiting: counts the requests that wait for any of these.
     """
 
-    def __init__(self, named: dict[str, Upstream], others: Upstream | None = None) -> None:
+    def __init__(self, named: dict[str, Upstream], others: Upstream | None, waiting: WaitingRequests) -> None:
         self._named = named
         self._others = others
+        self._waiting = waiting
         self._all = [*named.values(), *([] if others is None else [others])]
 
     def stream(self, **arguments: Any) -> AsyncStream:
@@ -53,7 +59,13 @@ class ModelUpstreams:
 
     async def resolve(self, name: str | None) -> ServedModel:
         """As `Upstream.resolve`."""
-        return await self.find(None) if name is None else await (await self._with(name)).resolve(name)
+        if name in self._named:
+            return await self._named[name].resolve(name)
+        with self._waiting.one():  # which of them has it
+            if name is None:
+                return await self.find(None)
+            upstream = await self._with(name)
+        return await upstream.resolve(name)
 
     async def find(self, name: str | None) -> ServedModel:
         """As `Upstream.find`."""

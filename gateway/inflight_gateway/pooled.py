@@ -20,6 +20,7 @@ from inflight_gateway.arguments import request_id_of
 from inflight_gateway.errors import APIError, api_error, invalid
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.generation import Generation
+from inflight_gateway.length_limit import check_ids
 from inflight_gateway.pooled_bodies import InputBody, PooledBody
 from inflight_gateway.request_templates import check_request_template
 from inflight_gateway.tracing import trace_headers
@@ -104,12 +105,8 @@ async def inputs_of(gateway: Gateway, model: ServedModel, body: InputBody) -> li
     for i, one in enumerate(value):
         if not one or not (isinstance(one, str) or (isinstance(one, list) and {int}.issuperset(map(type, one)))):
             raise invalid(f"input[{i}]: {EXPECTED}, none of them empty", "input")
-        if most is not None and isinstance(one, list) and len(one) > most:
-            raise invalid(
-                f"input[{i}]: {len(one)} token ids came; at most {most} are allowed (max_model_len), so send fewer, or "
-                "set truncate_prompt_tokens",
-                "input",
-            )
+        if isinstance(one, list):
+            check_ids(f"input[{i}]", len(one), most, "max_model_len")
     return value
 
 

@@ -25,6 +25,7 @@ from inflight_client.request import GenerationRequest
 from inflight_gateway.errors import APIError, api_error, invalid, model_not_found, request_error
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.routing import Router
+from inflight_gateway.waiting import WaitingRequests
 
 __all__ = ["AnyStream", "AnyUpstream", "ServedModel", "Upstream", "adapter_ids", "only_model", "text_inputs"]
 
@@ -155,10 +156,15 @@ class Upstream:
         options: addresses, headers and limits.
         client: replaces both clients, in tests.
         routed: called with the address of the Triton chosen for an attempt, and the reason.
+        waiting: counts the requests that wait, of other Tritons too; None: of these alone.
     """
 
     def __init__(
-        self, options: GatewayOptions, client: Any = None, routed: Callable[[str, str], None] = lambda *_: None
+        self,
+        options: GatewayOptions,
+        client: Any = None,
+        routed: Callable[[str, str], None] = lambda *_: None,
+        waiting: WaitingRequests | None = None,
     ) -> None:
         self._options = options
         self.client: AsyncClient = client or _client(options, True, routed)
@@ -169,7 +175,7 @@ class Upstream:
         self._listed: tuple[float, list[ServedModel]] = (float("-inf"), [])
         self._unlisted: tuple[float, APIError | None] = (float("-inf"), None)  # when a list failed last, and how
         self._lock = asyncio.Lock()
-        self._num_waiting = 0  # requests for a server that cannot be reached
+        self._waiting = waiting or WaitingRequests(options.max_open_requests)
 
     def stream(self, **arguments: Any) -> AsyncStream:
         """Send a request; arguments as for `AsyncClient.stream`, with a resolved `model`."""
@@ -186,27 +192,24 @@ class Upstream:
     async def resolve(self, name: str | None) -> ServedModel:
         """The model of a request; None means the only one.  Waits for a server that cannot be reached.
 
-        As many requests wait as can be open; the others fail at once, since each holds its body.
+        As many requests wait for an answer about their model as can be open, since each holds its body.
 
         Raises:
-            APIError: as `find`.
+            APIError: as `find`; 429, too many wait.
         """
-        delay, deadline, waits = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout, False
-        try:
+        known = None if name is None else self._remembered(name)
+        if known is not None:
+            return known
+        delay, deadline = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout
+        with self._waiting.one():
             while True:
                 try:
                     return await self.find(name)
                 except APIError as error:
                     if error.code != "upstream_unreachable" or time.monotonic() + delay > deadline:
                         raise
-                    if not waits and self._num_waiting >= self._options.max_open_requests:
-                        raise
-                    self._num_waiting += not waits
-                    waits = True
                 await asyncio.sleep(delay)
                 delay = min(2 * delay, _MAX_DELAY)
-        finally:
-            self._num_waiting -= waits
 
     async def find(self, name: str | None) -> ServedModel:
         """A model; None means the only one.
@@ -258,14 +261,14 @@ class Upstream:
         async with self._lock:
             failed, error = self._unlisted
             if error is not None and failed >= asked:  # for another call, while this one waited
-                raise error
+                raise error.again()
             if time.monotonic() - self._listed[0] > _LIST_SECONDS:
                 try:
                     found = await self._list()
                 except APIError as failure:
-                    self._unlisted = time.monotonic(), failure
+                    self._unlisted = time.monotonic(), failure.again()
                     raise
-                self._listed = time.monotonic(), found
+                self._listed, self._unlisted = (time.monotonic(), found), (float("-inf"), None)
             return self._listed[1]
 
     async def _list(self) -> list[ServedModel]:

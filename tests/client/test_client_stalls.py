@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from client_cluster import FAST, AsyncCluster, Cluster, answer, request
 from inflight_client import (
     AsyncStream,
     DeadlineExceededError,
+    InflightError,
     InvalidRequestError,
     RequestCancelledError,
     ServerUnreachableError,
@@ -20,6 +25,7 @@ from inflight_client import (
 )
 from inflight_client.connection import Connection
 from inflight_client.servers import AsyncServers, BlockingServers
+from inflight_client.transport_http import _LoopThread
 
 
 def checked(cluster: Cluster, after: float = 100.0) -> threading.Event:
@@ -155,7 +161,53 @@ async def test_a_client_that_is_closed_while_a_server_is_asked_gets_no_answer(pr
     await asynchronous._transport(0).close()
     assert not blocking.responds(0, "m") and not await asynchronous.responds(0, "m")
     asked = request()
-    if protocol == "grpc":
-        for servers in (blocking, asynchronous):
-            with pytest.raises(RuntimeError, match=r"the client for 127\.0\.0\.1:1 is closed; create a new one"):
-                servers.open(0, asked, None)
+    for servers in (blocking, asynchronous):
+        with pytest.raises(RuntimeError, match=r"the client for 127\.0\.0\.1:1 is closed; create a new one"):
+            servers.open(0, asked, None)
+    gc.collect()  # what could not be sent has nothing to clean up
+
+
+@pytest.mark.parametrize("what", ["ready", "stream"])
+def test_a_client_can_be_closed_while_a_server_takes_its_time_over_http(what: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        servers = BlockingServers([Connection.build(f"127.0.0.1:{listener.getsockname()[1]}", "http", {})], None)
+        if what == "ready":
+            asked = pool.submit(servers.responds, 0, "m")
+        else:
+            asked = pool.submit(next, servers.open(0, request(), None))  # type: ignore[arg-type]
+        taken, _ = listener.accept()
+        with taken:
+            assert taken.recv(1)
+            servers.close()
+            if what == "ready":
+                assert asked.result(20) is False
+            else:
+                with pytest.raises((InflightError, StopIteration)):
+                    asked.result(20)
+
+
+def test_what_runs_over_http_ends_with_its_client_and_nothing_more_begins() -> None:
+    thread, begun, closing, go_on = _LoopThread("host:1"), threading.Event(), threading.Event(), threading.Event()
+    closed_error = "the client for host:1 is closed; create a new one"
+
+    async def without_end() -> None:
+        begun.set()
+        await asyncio.Event().wait()
+
+    async def last() -> None:
+        closing.set()
+        await asyncio.to_thread(go_on.wait, 20)
+
+    with ThreadPoolExecutor(2) as pool:
+        runs = pool.submit(thread.run, without_end())
+        assert begun.wait(20)
+        closed = pool.submit(thread.close, last())
+        assert closing.wait(20)
+        for _ in range(2):  # while it closes, and after
+            with pytest.raises(RuntimeError, match=closed_error):
+                thread.run(asyncio.sleep(0))
+            go_on.set()
+            closed.result(20)
+        with pytest.raises(RuntimeError, match=closed_error):
+            runs.result(20)
+    thread.close(last())

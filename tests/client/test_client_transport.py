@@ -10,6 +10,8 @@ import os
 import subprocess
 import sys
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,11 +30,12 @@ from inflight_client import (
     ServerError,
     ServerUnreachableError,
     UnavailableError,
+    transport_grpc,
 )
 from inflight_client.connection import Connection
 from inflight_client.endpoint import find_endpoint
 from inflight_client.request import GenerationRequest
-from inflight_client.transport_grpc import AsyncGrpcTransport
+from inflight_client.transport_grpc import AsyncGrpcTransport, GrpcTransport
 
 ONCE = RetryPolicy(max_attempts=1)
 SSE = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nConnection: close\r\n\r\n"
@@ -334,3 +337,88 @@ async def test_a_task_that_is_cancelled_before_the_first_response_cancels_its_ca
             await reading
         assert await asyncio.to_thread(gone.wait, 10)
         await transport.close()
+
+
+class Ending:
+    """A server that has sent its final response, and ends the stream when `gate` is set.
+
+    Attributes:
+        was_cancelled: whether the client had cancelled by then.
+    """
+
+    def __init__(self) -> None:
+        self.gate, self.ended = threading.Event(), threading.Event()
+        self.was_cancelled: bool | None = None
+
+    def __call__(self, context: grpc.ServicerContext) -> Iterator[Any]:
+        yield reply("a", final=True)
+        self.gate.wait(20)
+        self.was_cancelled = not context.is_active()
+        self.ended.set()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "dropped"])
+def test_a_call_is_not_cancelled_once_its_final_response_has_come(how: str) -> None:
+    """A cancellation that crosses the end of a request can crash tritonserver 24.10."""
+    with grpc_server(ending := Ending()) as address:
+        transport = GrpcTransport(Connection("grpc", address))
+        call = transport.open(GenerationRequest(model="m", prompt="p"), None)
+        next(call)
+        if how == "cancelled":
+            call.cancel()
+        kept = weakref.ref(call._call)
+        del call
+        gc.collect()
+        with suppress(InvalidRequestError):
+            transport.server_live()  # it reaches the server after what was sent before it
+        ending.gate.set()
+        assert ending.ended.wait(20) and not ending.was_cancelled
+        for _ in range(2000):  # it lives until the server has ended it, and no longer
+            if kept() is None:
+                break
+            time.sleep(0.01)
+        assert kept() is None
+        transport.close()
+
+
+@pytest.mark.parametrize("how", ["call", "reader", "close"])
+async def test_asyncio_a_call_is_not_cancelled_once_its_final_response_has_come(how: str) -> None:
+    with grpc_server(ending := Ending()) as address:
+        transport = AsyncGrpcTransport(Connection("grpc", address))
+        call = transport.open(GenerationRequest(model="m", prompt="p"), None)
+        await call.__anext__()
+        if how == "call":
+            call.cancel()
+        else:
+            waiting = asyncio.create_task(call.close() if how == "close" else call.__anext__())  # type: ignore[arg-type]
+            for _ in range(10):
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+        inner = call._call
+        del call
+        gc.collect()
+        with suppress(InvalidRequestError):
+            await transport.server_live()
+        ending.gate.set()
+        assert await asyncio.to_thread(ending.ended.wait, 20) and not ending.was_cancelled
+        assert await asyncio.wait_for(inner.code(), 20) == grpc.StatusCode.OK
+        await transport.close()
+
+
+def test_a_server_that_does_not_end_a_stream_is_not_waited_for_without_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_grpc, "_END_SECONDS", 0.05)
+    with grpc_server(ending := Ending()) as address, Client(address, retries=ONCE) as client:
+        assert [chunk.text for chunk in client.stream("p")] == ["a"]
+        ending.gate.set()
+
+
+async def test_asyncio_a_server_that_does_not_end_a_stream_is_not_waited_for_without_a_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transport_grpc, "_END_SECONDS", 0.05)
+    with grpc_server(ending := Ending()) as address:
+        async with AsyncClient(address, retries=ONCE) as client:
+            assert [chunk.text async for chunk in client.stream("p")] == ["a"]
+        ending.gate.set()

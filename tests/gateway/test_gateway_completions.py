@@ -42,18 +42,26 @@ async def test_several_prompts_are_numbered_as_openai_numbers_them(start):
     assert [choice.text for choice in answer.choices] == ["", "[1]", "", "[2, 3]"]
 
 
-async def test_token_ids_beyond_the_context_are_refused_before_they_are_converted(start):
+async def test_token_ids_far_beyond_the_context_are_refused_before_they_are_converted(start):
     """Half a million would keep the event loop, and all other requests, waiting."""
     front = await start(lambda request: text("a"))
-    for ids in ([7] * 500_000, [7] * 2048):
-        answer = await front.post("/v1/completions", {"model": "demo", "prompt": [[7], ids]})
+    for prompt, said in (([[7], [7] * 500_000], "prompt[1]: 500000"), ([7] * 140_000, "prompt: 140000")):
+        answer = await front.post("/v1/completions", {"model": "demo", "prompt": prompt})
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, "prompt")
-        assert f"{len(ids)} token ids came; at most 2047 are allowed" in error["message"]
-        assert not front.client.requests, "the client library makes no request of them"
-    assert (await front.post("/v1/completions", {"model": "demo", "prompt": [7] * 2047})).status_code == 200
-    cut = {"model": "demo", "prompt": [7] * 5000, "truncate_prompt_tokens": -1}
+        assert error["message"].startswith(f"{said} token ids came; at most 2047 are allowed")
+    assert not front.client.requests, "the client library makes no request of them"
+    cut = {"model": "demo", "prompt": [7] * 140_000, "truncate_prompt_tokens": -1}
     assert (await front.post("/v1/completions", cut)).status_code == 200, "the server cuts them"
+
+
+async def test_the_model_decides_what_is_beyond_its_context(start):
+    """It may have been loaded with a longer one since it was asked, or a Triton may have one that another has not."""
+    front = await start(lambda request: text("a"))
+    assert (await front.post("/v1/completions", {"model": "demo", "prompt": [7]})).status_code == 200
+    front.client.info = {**front.client.info, "max_model_len": 4096}
+    assert (await front.post("/v1/completions", {"model": "demo", "prompt": [7] * 3000})).status_code == 200
+    assert (await front.gateway.upstream.find("demo")).info["max_model_len"] == 2048, "what the gateway knows is old"
 
 
 async def test_streams_of_several_prompts_keep_the_numbers(start):

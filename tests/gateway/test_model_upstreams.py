@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,13 +15,13 @@ from scripted_client import ScriptedClient, text
 
 from inflight_client import ServerUnreachableError
 from inflight_client.connection import Connection
-from inflight_gateway import upstream as upstream_module
 from inflight_gateway.app import build_app
 from inflight_gateway.errors import APIError
 from inflight_gateway.gateway import Gateway
 from inflight_gateway.model_upstreams import ModelUpstreams, upstream_for
 from inflight_gateway.options import GatewayOptions
 from inflight_gateway.upstream import Upstream
+from inflight_gateway.waiting import WaitingRequests
 
 
 class Fleet:
@@ -29,7 +31,8 @@ class Fleet:
         self.clients = {name: self._client(name) for name in ("qwen", "llama")}
         self.others = self._client("others", others) if others else None
         named = {name: self._upstream(client, name) for name, client in self.clients.items()}
-        self.upstreams = ModelUpstreams(named, None if self.others is None else self._upstream(self.others))
+        others = None if self.others is None else self._upstream(self.others)
+        self.upstreams = ModelUpstreams(named, others, WaitingRequests(1024))
 
     @staticmethod
     def _client(name: str, models: tuple[str, ...] = ()) -> ScriptedClient:
@@ -227,49 +230,165 @@ async def test_adapters_of_a_model_that_does_not_answer_are_still_known() -> Non
     assert (found.name, found.adapter) == ("foo", "doll")
 
 
-async def test_calls_that_wait_for_one_that_fails_fail_with_it() -> None:
-    """Where each attempt lasts until its time is up, they would else fail one after another."""
-    client, asked, gone = ScriptedClient(lambda request: text("an answer")), [], asyncio.Event()
+class NoList(ScriptedClient):
+    """A client whose server cannot be reached; each attempt lasts until `ends` is set.
 
-    async def repository_index() -> list[dict[str, Any]]:
-        asked.append(1)
-        await gone.wait()
+    Attributes:
+        asked: the number of attempts.
+        begun: set by each attempt.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(lambda request: text("an answer"))
+        self.asked, self.begun, self.ends = 0, asyncio.Event(), asyncio.Event()
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        self.asked += 1
+        self.begun.set()
+        await self.ends.wait()
         raise ServerUnreachableError("cannot reach 127.0.0.1:1")
 
-    client.repository_index = repository_index  # type: ignore[method-assign]
+
+async def test_calls_that_wait_for_one_that_fails_fail_with_it() -> None:
+    """Where each attempt lasts until its time is up, they would else fail one after another."""
+    client = NoList()
     upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
     calls = [asyncio.create_task(upstream.models()) for _ in range(5)]
-    while not asked:
-        await asyncio.sleep(0)
-    gone.set()
+    await client.begun.wait()
+    client.ends.set()
     found = await asyncio.gather(*calls, return_exceptions=True)
-    assert len(asked) == 1 and {one.code for one in found if isinstance(one, APIError)} == {"upstream_unreachable"}
+    assert client.asked == 1
+    assert [isinstance(one, APIError) and one.code for one in found] == ["upstream_unreachable"] * 5
+    assert len({id(one) for one in found}) == 5, "each has its own, with the frames of its own caller"
+    assert len({(one.status, one.message, *one.headers.items()) for one in found if isinstance(one, APIError)}) == 1
     with pytest.raises(APIError):
         await upstream.models()
-    assert len(asked) == 2, "a later call asks again"
+    assert client.asked == 2, "a later call asks again"
 
 
-async def test_no_more_requests_wait_for_a_server_than_can_be_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    client, reachable, sleeping = ScriptedClient(lambda request: text("an answer")), asyncio.Event(), asyncio.Event()
+async def test_the_next_call_asks_if_the_first_is_cancelled() -> None:
+    client = NoList()
+    upstream = Upstream(GatewayOptions(reconnect_timeout=0), client)
+    calls = [asyncio.create_task(upstream.models()) for _ in range(3)]
+    await client.begun.wait()
+    client.begun.clear()
+    calls[0].cancel()
+    await client.begun.wait()
+    client.ends.set()
+    first, *others = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(first, asyncio.CancelledError) and client.asked == 2
+    assert [isinstance(one, APIError) and one.code for one in others] == ["upstream_unreachable"] * 2
+
+
+async def test_a_failed_request_leaves_nothing_behind() -> None:
+    """Such as its body; also after the server is back, and nothing fails any more."""
+
+    class Body:
+        pass
+
+    client = NoList()
+    upstream, kept = Upstream(GatewayOptions(reconnect_timeout=0), client), []
+
+    async def request() -> None:
+        body = Body()
+        kept.append(weakref.ref(body))
+        await upstream.models()
+
+    calls = [asyncio.create_task(request()) for _ in range(2)]
+    await client.begun.wait()
+    client.ends.set()
+    assert all(isinstance(one, APIError) for one in await asyncio.gather(*calls, return_exceptions=True))
+    del calls
+    await asyncio.sleep(0)  # the event loop has let go of what it handed over last
+    gc.collect()
+    assert [one() for one in kept] == [None, None]
+
+
+class NoAnswer(ScriptedClient):
+    """A client whose server takes connections and says nothing until `answers` is set."""
+
+    def __init__(self, *models: str) -> None:
+        super().__init__(lambda request: text("an answer"), models or ("demo",))
+        self.asked, self.answers = asyncio.Event(), asyncio.Event()
+
+    async def metadata(self, model: str) -> dict[str, Any]:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().metadata(model)
+
+    async def repository_index(self) -> list[dict[str, Any]]:
+        self.asked.set()
+        await self.answers.wait()
+        return await super().repository_index()
+
+
+_TOO_MANY = r"1 requests wait for Triton .*max_open_requests=1\)"
+
+
+@pytest.mark.parametrize("name", ["demo", None])
+async def test_no_more_requests_wait_for_a_server_than_can_be_open(name: str | None) -> None:
+    """From their first question on, which can last as long as a connection takes to fail."""
+    client = NoAnswer()
+    upstream = Upstream(GatewayOptions(max_open_requests=1), client)
+    first = asyncio.create_task(upstream.resolve(name))
+    await client.asked.wait()
+    for other in ("demo", "another", None):
+        with pytest.raises(APIError, match=_TOO_MANY) as caught:
+            await asyncio.wait_for(upstream.resolve(other), 20)
+        assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
+    client.answers.set()
+    assert (await first).name == (await upstream.resolve("demo")).name == "demo"
+    client.answers.clear()
+    client.asked.clear()
+    other = asyncio.create_task(upstream.resolve("another"))
+    await client.asked.wait()
+    assert (await asyncio.wait_for(upstream.resolve("demo"), 20)).name == "demo", "a known model is not waited for"
+    other.cancel()
+    await asyncio.gather(other, return_exceptions=True)
+    assert upstream._waiting.count == 0
+
+
+async def test_a_request_that_waits_for_another_attempt_counts_until_its_end() -> None:
+    client, tried = ScriptedClient(lambda request: text("an answer")), asyncio.Queue[int]()
     metadata = client.metadata
 
     async def unreachable(model: str) -> Any:
-        if not reachable.is_set():
+        tried.put_nowait(upstream._waiting.count)
+        if tried.qsize() < 3:
             raise ServerUnreachableError("cannot reach 127.0.0.1:1")
         return await metadata(model)
 
-    async def sleep(seconds: float) -> None:
-        sleeping.set()
-        await reachable.wait()
-
     client.metadata = unreachable  # type: ignore[method-assign]
-    upstream = Upstream(GatewayOptions(max_open_requests=1), client)
-    monkeypatch.setattr(upstream_module.asyncio, "sleep", sleep)
-    first = asyncio.create_task(upstream.resolve("demo"))
-    await sleeping.wait()
-    for _ in range(2):
-        with pytest.raises(APIError, match="cannot reach"):
-            await asyncio.wait_for(upstream.resolve("demo"), 20)
-    reachable.set()
-    assert (await first).name == (await upstream.resolve("demo")).name == "demo"
-    assert upstream._num_waiting == 0
+    upstream = Upstream(GatewayOptions(), client)
+    assert (await upstream.resolve("demo")).name == "demo"
+    assert [tried.get_nowait() for _ in range(3)] == [1, 1, 1] and upstream._waiting.count == 0
+
+
+@pytest.mark.parametrize("name", ["qwen", "others", None])
+async def test_requests_that_wait_for_the_tritons_of_several_models_count_together(name: str | None) -> None:
+    options = GatewayOptions(max_open_requests=1)
+    waiting = WaitingRequests(1)
+    clients = {one: NoAnswer(one) for one in ("qwen", "llama", "others")}
+    each = {one: Upstream(options, client, waiting=waiting) for one, client in clients.items()}
+    both = ModelUpstreams({"qwen": each["qwen"], "llama": each["llama"]}, each["others"], waiting)
+    first = asyncio.create_task(both.resolve(name))
+    while not any(client.asked.is_set() for client in clients.values()):
+        await asyncio.sleep(0)
+    for other in ("qwen", "llama", "others", None):
+        with pytest.raises(APIError, match=_TOO_MANY):
+            await asyncio.wait_for(both.resolve(other), 20)
+    for client in clients.values():
+        client.answers.set()
+    if name is None:
+        with pytest.raises(APIError, match="models here: qwen, llama, others"):
+            await first
+    else:
+        assert (await first).name == name
+    assert (await both.resolve("llama")).name == "llama"
+    assert waiting.count == 0
+
+
+def test_all_groups_have_one_count() -> None:
+    both = upstream_for(GatewayOptions(triton=("a=127.0.0.1:1", "b=127.0.0.1:2", "127.0.0.1:3")), lambda *_: None)
+    assert isinstance(both, ModelUpstreams)
+    assert {id(one._waiting) for one in both._all} == {id(both._waiting)}

@@ -179,8 +179,9 @@ async def test_a_refused_body_ends_its_own_request(start, made, monkeypatch, cap
     """Its client gets one answer, however long the connection lasts."""
     monkeypatch.setattr(connections, "_LINGER_SECONDS", LONG)
     front = await start(ok)
-    reader, writer = await connect(front, _CHUNKED.replace(b"Host", head.encode() + b"Host")[: -len(BODY) - 5])
+    reader, writer = await connect(front)
     connection = await made.get()
+    connection.data_received(_CHUNKED.replace(b"Host", head.encode() + b"Host")[: -len(BODY) - 5])
     connection.data_received(b"no length\r\n")
     received = await reader.read()
     assert received.count(b"HTTP/1.1 400 ") == received.count(b"HTTP/1.1 ") == 1
@@ -189,3 +190,18 @@ async def test_a_refused_body_ends_its_own_request(start, made, monkeypatch, cap
     assert not front.client.streams and "Exception in ASGI application" not in caplog.text
     writer.close()
     await until_closed(connection)
+
+
+async def test_a_refused_client_does_not_delay_the_end_of_the_process(start, made, monkeypatch):
+    """It is not waited for as a request whose answer has not ended."""
+    monkeypatch.setattr(connections, "_LINGER_SECONDS", LONG)
+    front = await start(ok)
+    reader, writer = await connect(front)
+    connection = await made.get()
+    connection.data_received(_CHUNKED[: -len(BODY) - 5])
+    connection.data_received(b"no length\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 400 ")
+    assert connection in connection._registry._open and not connection.transport.is_closing()
+    connection.shutdown()  # as the server's does first of all
+    await until_closed(connection)
+    writer.close()

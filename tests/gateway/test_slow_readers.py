@@ -89,6 +89,36 @@ async def test_a_whole_answer_may_be_read_for_longer_than_a_connection_may_be_id
     client.close()
 
 
+@pytest.mark.parametrize(
+    ("behind", "limit"),
+    [
+        ([b"no HTTP\r\n\r\n"], {"_LINGER_SECONDS": 0.05}),
+        ([b"no HTTP\r\n\r\n", b"b" * 100], {"_LINGER_SECONDS": LONG, "_LINGER_BYTES": 10}),
+        ([b"GET / HT"], {}),
+    ],
+    ids=["seconds", "bytes", "part of a head"],
+)
+async def test_what_comes_behind_a_whole_answer_takes_nothing_of_it(start, made, monkeypatch, behind, limit):
+    """Its client reads slowly: the answer waits in the gateway when the connection's time is up."""
+    for name, value in limit.items():
+        monkeypatch.setattr(connections, name, value)
+    front = await start(lambda request: text("x" * 1_000_000), send_timeout=LONG, header_timeout=0.05)
+    client, connection = await stopped_reading(front, made, request(False))
+    while not connection.cycle.response_complete:
+        await asyncio.sleep(0.01)
+    for part in behind:
+        connection.data_received(part)
+    while not connection.transport.is_closing():
+        await asyncio.sleep(0.01)
+    assert connection.transport.get_write_buffer_size() > 100_000
+    received = b""
+    while part := await asyncio.get_running_loop().sock_recv(client, 1 << 20):
+        received += part
+    assert received.count(b"x" * 1_000_000) == 1
+    assert received.count(b"HTTP/1.1 400 ") == bool(limit)
+    client.close()
+
+
 @pytest.mark.parametrize("head", ["Connection: close\r\n", ""])
 async def test_a_client_that_leaves_the_end_of_an_answer_loses_its_connection(start, made, monkeypatch, head):
     """Less waits for it than an answer would wait for."""

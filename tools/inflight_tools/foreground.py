@@ -50,17 +50,17 @@ def run_in_foreground(
         started(server, timeout, stop, output) as check,
         contextlib.ExitStack() as stack,
     ):
-        if gateway is not None:
-            stack.callback(gateway.stop)  # before the server, so that its open requests can finish
-            gateway.start(server.grpc_address, check)
-        print_key(made_key)
-        if gateway is not None:
-            page = f" and a page for browsers at {gateway.page_url}" if gateway.page_url else ""
-            typer.echo(f"ready: OpenAI's API at {gateway.url}{page}")
-        typer.echo(
+        ready = (
             f"ready: HTTP {server.http_address}, gRPC {server.grpc_address}, "
             f"metrics http://{server.metrics_address}/metrics; press Ctrl-C to stop"
         )
+        if gateway is not None:
+            stack.callback(gateway.stop)  # before the server, so that its open requests can finish
+            gateway.start(server.grpc_address, check)
+            page = f" and a page for browsers at {gateway.page_url}" if gateway.page_url else ""
+            ready = f"ready: OpenAI's API at {gateway.url}{page}\n{ready}"
+        print_key(made_key)
+        typer.echo(ready)
         run_until_death(server, check, gateway, stub_timeout)
 
 

@@ -92,7 +92,7 @@ class RenderClient:
                 answer = self._ask(chat.encode(errors="replace"), self._patience)
                 if answer is not None:
                     return self._text(answer).decode()
-        raise ChatTemplateError("the process that renders the chat template was killed; try again")
+        raise ChatTemplateError("the processes that render the chat template were killed or stopped; try again")
 
     def close(self) -> None:
         """End the process at once, even while it renders."""
