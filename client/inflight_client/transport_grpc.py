@@ -149,8 +149,8 @@ class GrpcCall(_CallProgress):
         return False
 
     def cancel(self) -> None:
-        """Cancel, unless the final response has arrived: the server is then closing the stream anyway, and a cancellation
-        that races with the last response can make Triton 24.10 keep the model (docs/operations/triton-flaws.md)."""
+        """Cancel, unless the final response has arrived: the server is then closing the stream anyway, and a
+        cancellation that races with the last response can make Triton 24.10 keep the model."""
         if not self._final:
             self._call.cancel()
 
