@@ -200,8 +200,8 @@ def stop_after(engine: psutil.Process, storm: Storm, num_responses: int) -> None
     """Stop the engine in the middle of whatever it does, so many responses later or at the end."""
     wanted = storm.num_responses + num_responses
 
-    def done(seconds: float) -> bool:
-        wait_for(lambda: time.monotonic() - storm.last > seconds)
+    def done(_: float) -> bool:
+        wait_for(lambda: time.monotonic() - storm.last > 0.05)
         return storm.num_responses >= wanted or storm.is_over
 
     run_in_turns(engine, done, 0.03)

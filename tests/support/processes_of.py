@@ -105,9 +105,10 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
 
 
 def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.002) -> None:
-    """Let a process run for moments until `done(0.05)` is true, and leave it stopped; it can be stopped before.
+    """Let a process run for moments until `done` returns true, and leave it stopped; it can be stopped before.
 
-    A client whose machine is busy catches up meanwhile, and mostly sees the first response long before a request ends.
+    A client whose machine is busy catches up meanwhile, because the pauses become longer, and mostly sees the first
+    response long before a request ends.
     No test may rely on that, because a turn can oversleep: if requests ended before the engine was stopped
     (`open_when_stopped`), the test tries again (`tries`).
 
@@ -116,10 +117,12 @@ def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds:
         seconds: of a turn.
     """
     engine.suspend()
-    while not done(0.05):
+    pause = 0.05
+    while not done(pause):
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+        pause = min(1.5 * pause, 0.5)
 
 
 @contextlib.contextmanager
