@@ -54,6 +54,13 @@ with contextlib.suppress(ImportError):  # the tests of the GPU run without hypot
     settings.register_profile("thorough", settings.get_profile("quick"), max_examples=300, derandomize=False)
     settings.load_profile("quick")
 
+# Servers listen seconds after a test has picked their ports: no two workers of pytest-xdist pick from the same ones.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    with contextlib.suppress(ImportError):  # the tests of the GPU run without the tools
+        from inflight_tools import ports
+
+        ports._OURS = range(10_000, 20_000)[int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw")) % 20 :: 20]
+
 # A job that a shell runs in the background ignores SIGINT, as do the programs that it starts; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,7 +142,7 @@ def test_what_returns_to_a_new_engine_is_read_by_its_adapter_and_salt_alone(
 
     def say(num_given: int, **salt: str) -> float:
         """All of them at once, each with so many tokens of its answer; returns how many tokens came from the disk."""
-        before = hits()
+        before = settled_hits()
         sampling = {"max_tokens": COUNT - num_given, "temperature": 0, "ignore_eos": True}
         with GrpcStream(server.grpc_address, "real") as stream:
             for name in first:
@@ -155,13 +156,20 @@ def test_what_returns_to_a_new_engine_is_read_by_its_adapter_and_salt_alone(
                 for k in range(len(prompts)):
                     assert stream.answers[f"{name} {k}"].error is None
                     assert stream.answers[f"{name} {k}"].token_ids == answers(name)[k][num_given:], (name, k)
-        return hits() - before
+        return settled_hits() - before
 
     def answers(name: str | None) -> list[list[int]]:
         return expected[weights["two"]] if name == "two" else first[name]
 
     def hits() -> float:
         return gauges(server.metrics_address, "real").get("vllm:external_prefix_cache_hits_total", 0.0)
+
+    def settled_hits() -> float:
+        """Once those of all steps are published."""
+        first = hits()
+        while time.sleep(1.1) or (now := hits()) != first:  # longer than from one publication to the next
+            first = now
+        return now
 
     load_two("two")
     say(0)

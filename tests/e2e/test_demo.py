@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from fake_repository import fake_options
 from nightly import nightly_but
-from processes_of import TRIES, engine_process, slowed
+from processes_of import engine_process, slowed, tries
 from rich.console import Console
 
 from inflight_tools.demo import demo_requests, run_demo
@@ -74,7 +74,7 @@ def test_short_requests_join_after_the_first_one_and_leave_before_it(demo: Trito
         assert order["1", "first token"] < order["2", "joined"]
         return max(order[row, "left"] for row in ("2", "5")) < order["1", "left"]
 
-    assert any(leave_before_it() for _ in range(TRIES)), "the batch was locked"
+    assert any(leave_before_it() for _ in tries()), "the batch was locked"
 
 
 def test_the_table_shows_one_live_row_per_request(demo: TritonServer) -> None:
@@ -86,7 +86,7 @@ def test_the_table_shows_one_live_row_per_request(demo: TritonServer) -> None:
         assert "400/400" in drawn
         return "in the batch: 3" in drawn
 
-    assert any(share_a_batch() for _ in range(TRIES))
+    assert any(share_a_batch() for _ in tries())
 
 
 def test_demo_stays_up_and_its_printed_commands_work(triton_installed: None, keeping: dict[str, str]) -> None:

@@ -13,7 +13,7 @@ import httpx
 import pytest
 from fleet_fronts import FRONTS, REQUESTS, USAGE, ask_all, client, requests, start_front, start_fronts, undisturbed
 from nightly import nightly_but
-from processes_of import TRIES
+from processes_of import tries
 from replicas import Answer, Fleet, Process, metric, step_until_begun, until
 
 HOME = 'inflight_gateway_routed_requests_total.*why="home"'
@@ -130,7 +130,7 @@ async def test_when_a_gateway_is_killed_an_answer_that_has_begun_breaks_off_visi
     """Nothing between client and gateway can continue it; no client takes it for complete."""
     url = fronts[front].url
     path, body = REQUESTS[0]
-    for _ in range(TRIES):
+    for _ in tries():
         for index in range(len(fleet.servers)):
             fleet.engine(index).suspend()
         answer = Answer(url, path, {**body, "max_tokens": 1500})
@@ -149,6 +149,7 @@ async def test_when_a_gateway_is_killed_an_answer_that_has_begun_breaks_off_visi
             fleet.gateways[victim].start()
         if not answer.ended_well:
             return
+        assert answer.result[1]["completion_tokens"] == 1500, "it was cut off, and said to be complete"
     pytest.fail("every answer came to its end")
 
 
@@ -160,7 +161,7 @@ async def test_streams_of_a_server_that_is_killed_go_on_elsewhere(
     The victim stays dead, so what needs two servers comes before this.
     """
     (victim,) = fleet.own
-    for _ in range(TRIES):
+    for _ in tries():
         for index in range(len(fleet.servers)):
             fleet.engine(index).suspend()
         asked = [(front, number) for front in fronts for number in requests(front)]
@@ -176,10 +177,12 @@ async def test_streams_of_a_server_that_is_killed_go_on_elsewhere(
             if index != victim:
                 fleet.engine(index).resume()
         await step_until_begun(fleet, victim, lambda: answers)  # noqa: B023
-        if (await asyncio.to_thread(fleet.open_requests))[victim] and not all(task.done() for task in tasks):
+        if (await asyncio.to_thread(fleet.open_requests))[victim] == counts[victim]:
             break
         fleet.engine(victim).resume()
         await asyncio.gather(*tasks, *whole)
+    else:
+        pytest.fail("a request of the victim had ended in every try")
     fleet.kill(victim)
     assert await asyncio.gather(*tasks) == [expected[number] for _, number in asked]
     assert set(await asyncio.gather(*whole)) == {expected[0][0][0]["text"]}

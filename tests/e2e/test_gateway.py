@@ -16,7 +16,7 @@ import openai
 import psutil
 import pytest
 from openai import AsyncOpenAI
-from processes_of import engine_process, run_in_turns
+from processes_of import engine_process, engine_processes, open_when_stopped, run_in_turns, tries
 
 from inflight_client import Client
 from inflight_gateway.options import GatewayOptions
@@ -192,26 +192,34 @@ async def test_a_client_that_hangs_up_cancels_its_request(
 async def test_the_engines_death_goes_unnoticed(client: AsyncOpenAI, server: TritonServer, direct: Client) -> None:
     options = {**LONG, "max_tokens": 300, "temperature": 1.0, "seed": 11}
     expected = (await client.completions.create(**options)).choices[0].text
-    deaths = stats(direct)["engine_deaths"]
-    first = threading.Event()
 
-    async def text() -> str:
+    async def text(first: threading.Event) -> str:
         found = ""
         async for chunk in await client.completions.create(stream=True, **options):
             found += chunk.choices[0].text
             first.set()
         return found
 
-    engine = engine_process(server, "demo")
-    engine.suspend()
-    reading = asyncio.create_task(text())
-    await until(lambda: stats(direct)["open_requests"] == 1)
-    await asyncio.to_thread(run_in_turns, engine, first.wait)
-    engine.kill()
-    assert await reading == expected
-    assert stats(direct)["engine_deaths"] == deaths + 1
-    with contextlib.suppress(psutil.NoSuchProcess):
-        assert engine.status() == psutil.STATUS_ZOMBIE
+    async def is_interrupted() -> bool:
+        engine, before, first = engine_process(server, "demo"), stats(direct), threading.Event()
+        engine.suspend()
+        reading = asyncio.create_task(text(first))
+        await until(lambda: stats(direct)["open_requests"] == 1)
+        await asyncio.to_thread(run_in_turns, engine, first.wait)
+        was_open = await asyncio.to_thread(open_when_stopped, direct)
+        engine.kill()
+        assert await reading == expected
+        now = await until(lambda: (now := stats(direct))["engine_deaths"] > before["engine_deaths"] and now)
+        assert (now["engine_deaths"], now["replays"]) == (before["engine_deaths"] + 1, before["replays"] + was_open)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert engine.status() == psutil.STATUS_ZOMBIE
+        await until(lambda: engine_processes(server, "demo"))
+        return was_open == 1
+
+    for _ in tries():
+        if await is_interrupted():
+            return
+    pytest.fail("the request had ended in every try")
 
 
 # -- other APIs ------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from handover_rig import (
 )
 from model_entries import CHECKPOINT, load, loaded, write_entry
 from peer_link import PeerLink
-from processes_of import TRIES, engine_process, slowed, stubs
+from processes_of import engine_process, slowed, stubs, tries
 from replicas import Answer, gateway, metric, until
 from safetensors.torch import load_file, save_file
 from tier_load import conversation
@@ -324,7 +324,8 @@ async def test_a_server_that_dies_within_an_answer_has_another_continue_it_or_th
         for url in (one, two):
             await send_until(http, url, "handed_over", 800_000)
         engine = engine_process(doomed, MODEL)
-        for seed in range(8000, 8000 + TRIES):
+        for number in tries():
+            seed = 8000 + number
             answers = [asked(url, seed, **LONG) for url in (one, two)]
             with slowed(engine):
                 reading = [asyncio.create_task(answer.read(http)) for answer in answers]
@@ -334,6 +335,8 @@ async def test_a_server_that_dies_within_an_answer_has_another_continue_it_or_th
                 break
             engine.resume()
             await asyncio.gather(*reading)
+        else:
+            pytest.fail("an answer had ended in every try")
         for number in (signal.SIGSTOP, signal.SIGKILL):
             send_all(doomed, number)
         (choices, _) = await reading[1]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal
 
 import httpx
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import nightly_but
 from openai import AsyncOpenAI, OpenAI
-from processes_of import TRIES, engine_process, run_in_turns
+from processes_of import begins_in_turns, engine_process, open_when_stopped, tries
 from pydantic import BaseModel, Field
 
 from inflight_client import Client
@@ -177,23 +178,26 @@ def test_leaving_a_request_frees_it_at_the_backend(
         cancelled = stats(direct)["requests"].get("cancelled", 0)
         try:
             if how == "close":
-                first = threading.Event()
-                turns = threading.Thread(target=run_in_turns, args=(engine, first.wait))
-                turns.start()
-                with client.chat.completions.create(stream=True, **LONG) as stream:
-                    next(iter(stream))
-                    first.set()
-                    turns.join()  # the engine is stopped: the request cannot end by itself any more
+                with contextlib.ExitStack() as ends:
+                    with begins_in_turns(engine) as begun:
+                        stream = ends.enter_context(client.chat.completions.create(stream=True, **LONG))
+                        next(iter(stream))
+                        begun.set()
+                    was_open = open_when_stopped(direct)  # and cannot end by itself any more
             else:
                 engine.suspend()
-                with pytest.raises(openai.APITimeoutError):
-                    client.with_options(timeout=2.0).chat.completions.create(**LONG)
+                with ThreadPoolExecutor(1) as threads:
+                    call = threads.submit(client.with_options(timeout=2.0).chat.completions.create, **LONG)
+                    until(lambda: stats(direct)["open_requests"] or call.done())
+                    was_open = 0 if call.done() else open_when_stopped(direct)
+                    assert isinstance(call.exception(), openai.APITimeoutError)
             until(lambda: stats(direct)["open_requests"] == 0)
-            return bool(stats(direct)["requests"].get("cancelled", 0) == cancelled + 1)
+            assert stats(direct)["requests"].get("cancelled", 0) == cancelled + was_open
+            return was_open == 1
         finally:
             engine.resume()
 
-    assert any(leave() for _ in range(TRIES))
+    assert any(leave() for _ in tries())
 
 
 class Trip(BaseModel):

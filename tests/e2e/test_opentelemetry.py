@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 from model_entries import loaded, write_entry
 from openai import BadRequestError, OpenAI
 from otlp_collector import Collector, ReceivedSpan, collecting
-from processes_of import engine_process, run_in_turns
+from processes_of import begins_in_turns, engine_process, open_when_stopped, tries
 
 from inflight_client import Client, InflightError
 from inflight_gateway.options import GatewayOptions
@@ -26,6 +24,7 @@ from inflight_tools.ports import pick_ports
 
 PROMPT = "Return a list of"
 PHASES = {"queued", "prefill", "decode"}
+KILLED = 20  # number of the first trace of a request whose engine may be killed
 
 
 @pytest.fixture(autouse=True)
@@ -53,18 +52,26 @@ def gateway(server: TritonServer, collector: Collector) -> Iterator[OpenAI]:
         process.stop()
 
 
-def kill_engine_under_a_stream(server: TritonServer, direct: Client) -> str:
-    """The text of a request whose engine is killed after its first token."""
+def kill_engine_under_a_stream(server: TritonServer, direct: Client) -> tuple[int, str]:
+    """The trace and the text of a request whose engine is killed after its first token; traces before it are whole."""
     engine = engine_process(server, "traced")
-    with direct.stream(PROMPT, max_tokens=300, ignore_eos=True, trace_headers=parent(6)) as stream:
-        chunks = iter(stream)
-        with begins_in_turns(engine) as begun:
-            next(chunks)
-            begun.set()
-        engine.kill()
-        for _ in chunks:
-            pass
-        return str(stream.result().text)
+    for number in tries():
+        trace = KILLED + number
+        with direct.stream(PROMPT, max_tokens=300, ignore_eos=True, trace_headers=parent(trace)) as stream:
+            chunks = iter(stream)
+            with begins_in_turns(engine) as begun:
+                next(chunks)
+                begun.set()
+            was_open = open_when_stopped(direct)
+            if was_open:
+                engine.kill()
+            else:
+                engine.resume()
+            for _ in chunks:
+                pass
+            if was_open:
+                return trace, str(stream.result().text)
+    pytest.fail("the request had ended in every try")
 
 
 def hang_up(server: TritonServer, client: OpenAI, direct: Client) -> None:
@@ -81,19 +88,6 @@ def hang_up(server: TritonServer, client: OpenAI, direct: Client) -> None:
     while json.loads(direct.control("stats"))["frontend"]["open_requests"]:
         pass
     engine.resume()
-
-
-@contextlib.contextmanager
-def begins_in_turns(engine: psutil.Process) -> Iterator[threading.Event]:
-    """The engine runs in turns until the event is set, and is stopped when the context ends."""
-    begun = threading.Event()
-    turns = threading.Thread(target=run_in_turns, args=(engine, begun.wait))
-    turns.start()
-    try:
-        yield begun
-    finally:
-        begun.set()
-        turns.join()
 
 
 def the_request(collector: Collector, trace_id: str) -> tuple[ReceivedSpan | None, ReceivedSpan]:
@@ -126,21 +120,21 @@ def test_one_trace_for_each_request(triton: TritonServer) -> None:
             hang_up(triton, client, direct)
             with pytest.raises(BadRequestError):
                 client.completions.create(**options, temperature=-1, extra_headers=parent(5))
-            text = kill_engine_under_a_stream(triton, direct)
+            killed, text = kill_engine_under_a_stream(triton, direct)
             with pytest.raises(InflightError):
                 direct.generate(PROMPT, max_tokens=1900, ignore_eos=True, timeout=0.05, trace_headers=parent(7))
             by_http.generate(PROMPT, max_tokens=3, ignore_eos=True, trace_headers=parent(8))
             direct.generate(PROMPT, max_tokens=3, ignore_eos=True)
             expected = direct.generate(PROMPT, max_tokens=300, ignore_eos=True, trace_headers=parent(9, sampled=False))
             collector.wait_for("POST /v1/completions", 4)
-            collector.wait_for("text_completion traced", 7)
+            collector.wait_for("text_completion traced", 7 + killed - KILLED)
         check_an_answered_request(collector)
         assert not collector.of(f"{2:032x}") and not collector.of(f"{9:032x}")
         check_failures(collector)
 
-        _, replayed = the_request(collector, f"{6:032x}")
+        _, replayed = the_request(collector, f"{killed:032x}")
         assert replayed.events == ["engine died", "engine restarted"] and not replayed.failed
-        assert replayed.attributes["gen_ai.usage.output_tokens"] == 300 and replayed.parent == f"{6:016x}"
+        assert replayed.attributes["gen_ai.usage.output_tokens"] == 300 and replayed.parent == f"{killed:016x}"
         assert len(text) > 0 and expected.usage.output_tokens == 300
         _, over_http = the_request(collector, f"{8:032x}")
         assert over_http.parent == f"{8:016x}"

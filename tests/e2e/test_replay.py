@@ -16,10 +16,11 @@ import psutil
 import pytest
 from faulty_engine import DIES, NANS, RAISES, write_interpreter
 from model_entries import loaded
-from processes_of import TRIES, engine_processes, run_in_turns
+from processes_of import engine_processes, open_when_stopped, run_in_turns, tries
 from wire import GrpcStream, Responses, gauges, post, wait_for
 
 from inflight.sampling.unusable import UNUSABLE_LOGITS
+from inflight_client import Client
 from inflight_tools.launcher import TritonServer
 
 MANY_KILLS = int(os.environ.get("INFLIGHT_TEST_KILLS", "3"))
@@ -199,8 +200,8 @@ def stop_after(engine: psutil.Process, storm: Storm, num_responses: int) -> None
     """Stop the engine in the middle of whatever it does, so many responses later or at the end."""
     wanted = storm.num_responses + num_responses
 
-    def done(seconds: float) -> bool:
-        wait_for(lambda: time.monotonic() - storm.last > seconds)
+    def done(_: float) -> bool:
+        wait_for(lambda: time.monotonic() - storm.last > 0.05)
         return storm.num_responses >= wanted or storm.is_over
 
     run_in_turns(engine, done, 0.03)
@@ -217,9 +218,11 @@ def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, num_ki
         replayed = count(faulty, "inflight_requests_replayed_total")
         engine = engine_of(faulty)
         engine.suspend()
-        storm = Storm(faulty, max_tokens)
+        storm, interrupted = Storm(faulty, max_tokens), 0
         for _ in range(num_kills):
             stop_after(engine, storm, moments.randint(40, 400))
+            with Client(faulty.grpc_address, model="faulty") as client:
+                interrupted += open_when_stopped(client) > 0
             engine.kill()
             killed = time.monotonic()
             engine = engine_of(faulty, engine)
@@ -229,9 +232,10 @@ def test_killed_engines_lose_no_token_of_80_streams(faulty: TritonServer, num_ki
         for number, (found, wanted) in enumerate(zip(results, expected)):
             assert found == wanted, f"stream {number}: {request(number, max_tokens)}"
         wait_for(lambda: count(faulty, "inflight_requests_running") == count(faulty, "inflight_kv_blocks_used") == 0)
-        return count(faulty, "inflight_requests_replayed_total") >= replayed + num_kills
+        assert count(faulty, "inflight_requests_replayed_total") >= replayed + interrupted
+        return interrupted == num_kills
 
-    assert any(are_interrupted() for _ in range(TRIES))
+    assert any(are_interrupted() for _ in tries())
 
 
 @pytest.mark.nightly  # test_watchdog.py stops an engine; the server only waits for longer
@@ -258,9 +262,10 @@ def test_a_stopped_engine_is_replaced_and_no_stream_notices(faulty: TritonServer
             if count(faulty, "inflight_requests_replayed_total") == replayed:  # they ended before it was stopped
                 engine.resume()
                 return False
-            return engine_of(faulty) != engine
+            assert engine_of(faulty) != engine
+            return True
 
-        assert any(is_replaced() for _ in range(TRIES))
+        assert any(is_replaced() for _ in tries())
 
 
 @pytest.mark.nightly

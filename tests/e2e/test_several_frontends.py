@@ -16,10 +16,11 @@ import psutil
 import pytest
 import tritonclient.grpc as grpc
 from model_entries import CONFIG, killed_at_the_end, wait_unloaded, write_entry
-from processes_of import TRIES, run_in_turns
+from processes_of import members_with, open_when_stopped, run_in_turns, tries
 from supervisor_rig import wait_for
 from wire import GrpcStream, gauges, post
 
+from inflight_client import Client
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import session_members
 
@@ -48,6 +49,11 @@ def status_of(server: TritonServer) -> dict[str, Any]:
         status, body = post(url, {"text_input": "", "control": "stats"})
     assert status == 200, body
     return json.loads(json.loads(body)["text_output"])
+
+
+def engine_of(server: TritonServer) -> psutil.Process:
+    """The engine process, as soon as a frontend that has it and hears from it answers."""
+    return psutil.Process(wait_for(lambda: status_of(server)["engine"])["pid"])
 
 
 def frontends(server: TritonServer) -> dict[int, dict[str, Any]]:
@@ -117,20 +123,21 @@ def test_streams_of_both_survive_the_engine(pair: TritonServer, server: TritonSe
         return [found.get(f"inflight_{name}_total", 0.0) for name in names]
 
     def are_interrupted() -> bool:
-        before = counted()
-        engine = psutil.Process(status_of(pair)["engine"]["pid"])
-        with GrpcStream(pair.grpc_address, "pair") as stream:
+        before, engine = counted(), engine_of(pair)
+        with GrpcStream(pair.grpc_address, "pair") as stream, Client(pair.grpc_address, model="pair") as client:
             engine.suspend()
             ids = open_streams(stream, 0, 150)
             run_in_turns(engine, lambda seconds: stream.has_chunks(ids[0], 2, seconds))
+            was_open = open_when_stopped(client, num_stubs=2)
             engine.kill()
             stream.wait(*ids)
             assert [stream.answers[key].error for key in ids] == [None] * STREAMS
             assert [stream.answers[key].token_ids for key in ids] == alone
         wait_for(lambda: [now - then for now, then in zip(counted()[:2], before)] == [1, 1])
-        return counted()[2] > before[2]
+        assert not was_open or counted()[2] > before[2]
+        return was_open > 0
 
-    assert any(are_interrupted() for _ in range(TRIES))
+    assert any(are_interrupted() for _ in tries())
 
 
 def engine_processes(server: TritonServer) -> list[int]:
@@ -147,7 +154,8 @@ def engine_processes(server: TritonServer) -> list[int]:
 
 
 def daemon_of(server: TritonServer) -> psutil.Process:
-    (daemon,) = [pid for pid in engine_processes(server) if DAEMON in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert server.process is not None
+    (daemon,) = members_with(server.process.pid, DAEMON)
     return psutil.Process(daemon)
 
 
@@ -156,7 +164,7 @@ def test_a_daemon_that_is_stopped_holds_no_stream_up_and_loses_no_engine(
 ) -> None:
     """Streams of both end beside it; those of an engine that dies meanwhile end once it goes on."""
     alone = tokens_of(server, "demo", 40)
-    daemon, engine = daemon_of(pair), psutil.Process(status_of(pair)["engine"]["pid"])
+    daemon, engine = daemon_of(pair), engine_of(pair)
 
     def deaths() -> float:
         return gauges(pair.metrics_address, "pair").get("inflight_engine_deaths_total", 0.0)
@@ -165,7 +173,7 @@ def test_a_daemon_that_is_stopped_holds_no_stream_up_and_loses_no_engine(
     daemon.suspend()
     try:
         assert tokens_of(pair, "pair", 40) == alone
-        assert engine.is_running() and status_of(pair)["engine"]["pid"] == engine.pid
+        assert engine.is_running() and engine_of(pair) == engine
         engine.suspend()  # no stream ends before it is killed
         with GrpcStream(pair.grpc_address, "pair") as stream:
             ids = open_streams(stream, 0)
@@ -179,12 +187,12 @@ def test_a_daemon_that_is_stopped_holds_no_stream_up_and_loses_no_engine(
             assert [stream.answers[key].token_ids for key in ids] == alone
     finally:
         daemon.resume()
-    assert daemon_of(pair) == daemon and status_of(pair)["engine"]["pid"] != engine.pid
+    assert daemon_of(pair) == daemon and engine_of(pair) != engine
 
 
 @pytest.mark.nightly
 def test_a_reload_gets_an_engine_of_its_own_and_an_unload_leaves_nothing(pair: TritonServer) -> None:
-    old = psutil.Process(status_of(pair)["engine"]["pid"])
+    old = engine_of(pair)
     with GrpcStream(pair.grpc_address, "pair") as stream, grpc.InferenceServerClient(pair.grpc_address) as control:
         ids = open_streams(stream, 1, 120)
         stream.wait_chunks(ids[0], 2)
@@ -244,30 +252,31 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
 ) -> None:
     """Runs last: Triton 24.10 does not restart a stub, and its streams hang."""
     alone = tokens_of(server, "demo", 300)
-    engine = status_of(pair)["engine"]["pid"]
+    engine = engine_of(pair)
     with GrpcStream(pair.grpc_address, "pair") as stream:
-        process = psutil.Process(engine)
         ids: list[str] = []
-        for run in range(TRIES):  # no stream ends once the engine is stopped
-            process.suspend()
+        for run in tries():  # no stream ends once the engine is stopped
+            engine.suspend()
             ids = open_streams(stream, run, 300)
-            run_in_turns(process, lambda seconds: stream.has_chunks(ids[0], 1, seconds))  # noqa: B023
+            run_in_turns(engine, lambda seconds: stream.has_chunks(ids[0], 1, seconds))  # noqa: B023
             seen = settled(pair, lambda: sum(not stream.answers[key].finals for key in ids))  # noqa: B023
             if not any(stream.answers[key].finals for key in ids):
                 break
-            process.resume()
+            engine.resume()
             stream.wait(*ids)
-        for run in range(TRIES, 2 * TRIES):  # Triton chooses a stub for each stream, and can choose one for all
+        else:
+            pytest.fail("a stream had ended in every try")
+        for run in tries():  # Triton chooses a stub for each stream, and can choose one for all
             if all(answer["frontend"]["open_requests"] for answer in seen.values()):
                 break
-            ids += open_streams(stream, run, 300)
+            ids += open_streams(stream, 100 + run, 300)
             seen = settled(pair, lambda: len(ids))  # noqa: B023
         victim, survivor = sorted(seen, key=lambda pid: seen[pid]["frontend"]["open_requests"])
         expected = seen[survivor]["frontend"]["open_requests"]
         assert 0 < expected < len(ids)
         wait_until_it_is_silent(victim)
         os.kill(victim, signal.SIGKILL)
-        os.kill(engine, signal.SIGKILL)
+        engine.kill()
 
         def ended() -> list[str]:
             return [key for key in ids if stream.answers[key].finals]
@@ -280,4 +289,4 @@ def test_a_stub_that_is_killed_with_the_engine_takes_only_its_own_streams_along(
         for key in ended():
             assert stream.answers[key].token_ids == alone[int(key.split("-")[1])]
         stream.client.stop_stream(cancel_requests=True)
-    assert engine not in engine_processes(pair) and len(engine_processes(pair)) == 2  # a daemon and its engine
+    assert engine.pid not in engine_processes(pair) and len(engine_processes(pair)) == 2  # a daemon and its engine

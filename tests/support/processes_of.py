@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import threading
 import time
@@ -13,12 +14,23 @@ from typing import Any, TypeVar
 
 import psutil
 
+from inflight_client import Client
 from inflight_tools.launcher import TritonServer
 from inflight_tools.processes import STUB_NAME, children
 from inflight_tools.sweeper import session_members
 
-TRIES = 30  # of an interruption: whether it came in time, its outcome tells
+_TRIES = 30
+_SECONDS = 100.0  # well within pytest's timeout, which would not say what has failed
 T = TypeVar("T")
+
+
+def tries() -> Iterator[int]:
+    """Numbers of the tries of an interruption, which can come too late; two at least, however long they take."""
+    end = time.monotonic() + _SECONDS
+    for number in range(_TRIES):
+        if number > 1 and time.monotonic() > end:
+            return
+        yield number
 
 
 def pipes_and_sockets(pid: int) -> set[str]:
@@ -93,21 +105,59 @@ def engine_process(server: TritonServer, model: str | None = None) -> psutil.Pro
 
 
 def run_in_turns(engine: psutil.Process, done: Callable[[float], bool], seconds: float = 0.002) -> None:
-    """Let a process run for moments until `done(0.05)` is true, and leave it stopped; it can be stopped before.
+    """Let a process run for moments until `done` returns true, and leave it stopped; it can be stopped before.
 
-    A client whose machine is busy catches up meanwhile, and mostly sees the first response long before a request ends.
-    No test may rely on that, because a turn can oversleep: if requests ended before the engine was stopped, the test
-    tries again (`TRIES`).
+    A client whose machine is busy catches up meanwhile, because the pauses become longer, and mostly sees the first
+    response long before a request ends.
+    No test may rely on that, because a turn can oversleep: if requests ended before the engine was stopped
+    (`open_when_stopped`), the test tries again (`tries`).
 
     Args:
         done: waits up to so many seconds, and returns whether the process has run for long enough.
         seconds: of a turn.
     """
     engine.suspend()
-    while not done(0.05):
+    pause = 0.05
+    while not done(pause):
         engine.resume()
         time.sleep(seconds)
         engine.suspend()
+        pause = min(1.5 * pause, 0.5)
+
+
+@contextlib.contextmanager
+def begins_in_turns(engine: psutil.Process) -> Iterator[threading.Event]:
+    """The engine runs in turns until the event is set, and is stopped when the context ends."""
+    begun = threading.Event()
+    turns = threading.Thread(target=run_in_turns, args=(engine, begun.wait))
+    turns.start()
+    try:
+        yield begun
+    finally:
+        begun.set()
+        turns.join()
+
+
+def open_when_stopped(client: Client, num_stubs: int = 1, key: str | None = None) -> int:
+    """Open requests of a model whose engine is stopped, once its frontends have sent all that the engine had said.
+
+    Args:
+        num_stubs: of the model; Triton chooses which one answers.
+        key: the admin key, if the model has one.
+    """
+
+    def look() -> dict[int, tuple[int, int]]:
+        """Open requests and generated tokens, by process id of the stub."""
+        seen = {}
+        while len(seen) < num_stubs:
+            now = json.loads(client.control("stats", admin_key=key))["frontend"]
+            seen[now["pid"]] = now["open_requests"], now["generation_tokens"]
+        return seen
+
+    before, now = look(), look()
+    while now != before:
+        before, now = now, look()
+    return sum(count for count, _ in now.values())
 
 
 def call_in_turns(engine: psutil.Process, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -97,6 +97,12 @@ def test_picked_ports_are_free_and_distinct() -> None:
             sock.bind(("127.0.0.1", port))
 
 
+@pytest.mark.skipif("PYTEST_XDIST_WORKER" not in os.environ, reason="one process runs all tests")
+def test_no_other_worker_of_the_tests_picks_the_same_ports() -> None:
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    assert {port % 20 for port in pick_ports(5)} == {number % 20}
+
+
 def test_a_picked_port_is_none_of_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     (asked,) = pick_ports(1)
     monkeypatch.setattr(ports_module, "_OURS", [asked])
