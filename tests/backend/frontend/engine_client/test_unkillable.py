@@ -5,13 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import pytest
 from model_entries import SMALL
+from supervisor_rig import wait_for
 
 from inflight.config import EngineConfig
-from inflight.engine.messages import EngineFailed, encode
+from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, encode
+from inflight.frontend.engine_client import engine_process
 from inflight.frontend.engine_client.engine_process import EngineProcess
+from inflight.frontend.engine_client.supervisor import Supervisor
+
+READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_process, "_EXIT_SECONDS", 0.2)
 
 
 class Unkillable:
@@ -21,6 +32,10 @@ class Unkillable:
 
     def __init__(self, pipe: int, heartbeat: int) -> None:
         self.pipe, self.killed = os.dup(pipe), 0
+
+    def say(self, message: ToFrontend) -> None:
+        frame = encode(message)
+        os.write(self.pipe, len(frame).to_bytes(4, "big") + frame)
 
     def poll(self) -> int | None:
         return None
@@ -53,13 +68,12 @@ def test_it_is_left_when_it_is_stopped(engine: EngineProcess, polite: bool, capl
     assert unkillable(engine).killed == 1
     with pytest.raises(EOFError):
         engine.receive()
-    assert "has not ended 5 s later" in caplog.text
+    assert "has not ended 0.2 s later" in caplog.text
 
 
 def test_what_it_had_sent_is_read_after_it_was_killed(engine: EngineProcess) -> None:
     """Then its pipe ends, so that the next engine starts, and the cause of the death is known."""
-    message = encode(EngineFailed("a step failed"))
-    os.write(unkillable(engine).pipe, len(message).to_bytes(4, "big") + message)
+    unkillable(engine).say(EngineFailed("a step failed"))
     engine.kill("it did not finish a step")
     assert engine.receive() == EngineFailed("a step failed")
     with pytest.raises(EOFError):
@@ -68,3 +82,28 @@ def test_what_it_had_sent_is_read_after_it_was_killed(engine: EngineProcess) -> 
     assert engine.exit_text() == "it closed its pipe and hung"
     engine.failure = EngineFailed("it did not finish a step")
     assert engine.exit_text() == "it did not finish a step"
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_an_unload_waits_for_it_once(loads: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Not again in the supervisor's thread, which sees the end of its pipe then."""
+    config, made = EngineConfig.from_dict(SMALL), list[EngineProcess]()
+
+    def launch() -> EngineProcess:
+        made.append(EngineProcess(config, Unkillable))
+        if not loads:
+            unkillable(made[0]).say(READY)
+        return made[0]
+
+    supervisor = Supervisor(config, lambda level, line: None, launch=launch)
+    supervisor.begin()
+    if loads:
+        wait_for(lambda: supervisor._engine_process)
+    else:
+        supervisor.wait_until_ready()
+        supervisor.connect(Mock())
+    supervisor.stop()
+    assert len(caplog.records) == 1
+    process = unkillable(made[0])
+    assert process.killed == 1
+    os.close(process.pipe)
