@@ -219,7 +219,8 @@ class EngineProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the pipe of a process that has ended."""
+        """Close the pipe of a process that has ended, or is left."""
         with self._sending:
             self._connection.close()
         self._socket.close()
+        self._process.close()

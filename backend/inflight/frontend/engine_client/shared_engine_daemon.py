@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
-from inflight.frontend.engine_client.os_process import ForkedProcess, OsProcess
+from inflight.frontend.engine_client.os_process import ChildProcess, ForkedProcess, OsProcess
 from inflight.grammars.demand import new_demand
 
 __all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
@@ -312,7 +312,7 @@ class SharedEngineDaemon:
                 process: OsProcess | None = self._fork(theirs.fileno(), heartbeat)
                 if process is None:
                     shared = [theirs.fileno(), heartbeat, self._demand]
-                    process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
+                    process = ChildProcess(command, pass_fds=shared, stdin=subprocess.DEVNULL)
             except OSError:
                 ours.close()
                 os.close(heartbeat)

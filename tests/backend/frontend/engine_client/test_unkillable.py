@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 from collections.abc import Iterator
 from unittest.mock import Mock
@@ -15,6 +16,7 @@ from inflight.config import EngineConfig
 from inflight.engine.messages import EngineFailed, EngineReady, ToFrontend, encode
 from inflight.frontend.engine_client import engine_process
 from inflight.frontend.engine_client.engine_process import EngineProcess
+from inflight.frontend.engine_client.os_process import UNKNOWN_STATUS, ForkedProcess
 from inflight.frontend.engine_client.supervisor import Supervisor
 
 READY = EngineReady(256, 199, [0], 100, 16, "float32", "cpu", "fake", 0.1)
@@ -31,7 +33,7 @@ class Unkillable:
     pid = 1
 
     def __init__(self, pipe: int, heartbeat: int) -> None:
-        self.pipe, self.killed = os.dup(pipe), 0
+        self.pipe, self.killed, self.closed = os.dup(pipe), 0, False
 
     def say(self, message: ToFrontend) -> None:
         frame = encode(message)
@@ -46,6 +48,9 @@ class Unkillable:
 
     def kill(self) -> None:
         self.killed += 1
+
+    def close(self) -> None:
+        self.closed = True
 
 
 @pytest.fixture
@@ -106,4 +111,24 @@ def test_an_unload_waits_for_it_once(loads: bool, caplog: pytest.LogCaptureFixtu
     assert len(caplog.records) == 1
     process = unkillable(made[0])
     assert process.killed == 1
+    assert process.closed
     os.close(process.pipe)
+
+
+def test_a_fork_that_is_left_keeps_no_descriptors() -> None:
+    owned, owner = os.pipe()
+    report, theirs = socket.socketpair()
+    with theirs, subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:  # it does not end
+        pidfd = os.pidfd_open(cat.pid)
+        process = ForkedProcess(cat.pid, pidfd, owner, report)
+        process.close()
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(pidfd)
+        process.close()
+        process.kill()
+        assert process.poll() == process.wait() == UNKNOWN_STATUS
+        assert cat.poll() is None
+        cat.communicate()
+    assert report.fileno() == -1
+    assert os.read(owned, 1) == b"", "the other end is closed"
+    os.close(owned)
