@@ -210,6 +210,7 @@ def test_it_is_left_if_the_daemon_is_gone() -> None:
     """Killed with it, it keeps its pipes open; nobody else can say that it is to be left."""
     group = EngineGroup(EngineConfig.from_dict(SMALL), [], {}, "", "m_0")
     ours, theirs = socket.socketpair()
+    ours.setblocking(False)
     group._latest = 1, ours
     group.kill(1, "it did not finish a step")
     assert ours.recv(1) == b""
