@@ -145,7 +145,7 @@ class Frontends:
         self._live_ids = live_ids
         self._ready = ready
         self._connected: list[Frontend] = []
-        self._came_over: dict[int, Frontend] = {}  # by request id; those that have ended go in time
+        self._came_over: dict[int, Frontend] = {}  # by request id; ended ones go in time
         self._columns = _ColumnSplitter()
         self._last_stats: StepStats | None = None
 

@@ -207,7 +207,7 @@ def test_it_is_left_by_the_stubs_that_share_it(
 
 
 def test_it_is_left_if_the_daemon_is_gone() -> None:
-    """Killed with it, it keeps its pipes open; nobody else can say that it is to be left."""
+    """Killed with it, it keeps its pipes open, and no daemon says that it is left."""
     group = EngineGroup(EngineConfig.from_dict(SMALL), [], {}, "", "m_0")
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
