@@ -181,7 +181,9 @@ class Frontends:
         frontend.close()
         if led and self._connected:
             self._tell_counted(self._connected[0])
-        return [request_id for request_id in self._live_ids if self._came_over.get(request_id) is frontend]
+        ended = [request_id for request_id in self._live_ids if self._came_over.get(request_id) is frontend]
+        self._came_over = {live: other for live, other in self._came_over.items() if other is not frontend}
+        return ended
 
     def _tell_counted(self, leading: Frontend) -> None:
         """Send the counts so far to a new leading frontend, which continues from them."""

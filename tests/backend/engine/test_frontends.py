@@ -474,6 +474,7 @@ def test_pipes_of_requests_that_have_ended_are_forgotten():
         assert not frontends.takes_over(frontend, request_id(1, count))
     assert len(frontends._came_over) < 1100
     assert frontends.leave(frontend) == live
+    assert not frontends._came_over, "its descriptors would stay open"
 
 
 def test_a_frontend_that_reads_nothing_does_not_stop_the_others():
