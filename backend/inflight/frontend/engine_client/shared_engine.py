@@ -176,6 +176,9 @@ class EngineGroup:
         """Stop using the engine process; if no other stub uses it, return when it has ended.  Safe to repeat."""
         self._send({"op": "leave"})
         with self._changed:
+            if self._daemon is not None:
+                with contextlib.suppress(OSError):  # if its socket is full, it sees the end of ours
+                    self._daemon.shutdown(socket.SHUT_WR)
             self._changed.wait_for(lambda: self._daemon is None, _LEAVE_SECONDS)
         if self._process is not None:
             # It is our child: wait for it if this was the last stub.
