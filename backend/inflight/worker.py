@@ -170,6 +170,8 @@ def serve(engine: Engine, frontends: Frontends, inbox: Inbox, heartbeat: Heartbe
                 frontends.send_idle(core.step().stats)  # an empty step: blocks return whose loads ended after the last
                 continue
             if isinstance(message, AddRequest):
+                if frontends.takes_over(sender, message.request_id):
+                    core.abort(message.request_id)
                 heartbeat.adding(message.request_id)
                 failure = _add(core, message)
                 heartbeat.adding(None)

@@ -50,6 +50,7 @@ __all__ = [
 
 # Unread bytes at which a frontend that does not read is cut off.
 _MAX_UNREAD_BYTES = 64 * 2**20
+_MAX_ENDED = 1000  # ended requests whose pipes are remembered, beside as many as have not ended
 _NOW = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
@@ -144,6 +145,7 @@ class Frontends:
         self._live_ids = live_ids
         self._ready = ready
         self._connected: list[Frontend] = []
+        self._came_over: dict[int, Frontend] = {}  # by request id; ended ones go in time
         self._columns = _ColumnSplitter()
         self._last_stats: StepStats | None = None
 
@@ -155,21 +157,33 @@ class Frontends:
         if leads:
             self._tell_counted(frontend)
 
+    def takes_over(self, frontend: Frontend, request_id: int) -> bool:
+        """A request has come over a frontend's pipe.
+
+        Returns:
+            Whether it has not ended, and came over another one, which was cut off: it starts again.
+        """
+        if len(self._came_over) > 2 * len(self._live_ids) + _MAX_ENDED:
+            self._came_over = {live: self._came_over[live] for live in self._live_ids if live in self._came_over}
+        before, self._came_over[request_id] = self._came_over.get(request_id), frontend
+        return before not in (None, frontend) and request_id in self._live_ids
+
     def leave(self, frontend: Frontend) -> list[int]:
         """Stop serving a frontend.
 
         Returns:
-            The ids of its requests that have not ended: their output has no receiver any more.  None while it has
-                another pipe: its owner sends a second one if it answers so late that it was asked again.
+            The ids of the requests that came over its pipe and have not ended: their output has no receiver any more.
+                The same number can have two pipes: a stub is cut off and joins again, or its daemon answers so late
+                that it was asked again.
         """
         led = self._connected[0] is frontend
         self._connected.remove(frontend)
         frontend.close()
         if led and self._connected:
             self._tell_counted(self._connected[0])
-        if any(other.number == frontend.number for other in self._connected):
-            return []
-        return [request_id for request_id in self._live_ids if _number(request_id) == frontend.number]
+        ended = [request_id for request_id in self._live_ids if self._came_over.get(request_id) is frontend]
+        self._came_over = {live: other for live, other in self._came_over.items() if other is not frontend}
+        return ended
 
     def _tell_counted(self, leading: Frontend) -> None:
         """Send the counts so far to a new leading frontend, which continues from them."""

@@ -431,6 +431,52 @@ def test_the_requests_of_a_frontend_stay_while_it_has_another_pipe():
     assert not core.live_ids
 
 
+def test_the_requests_over_a_pipe_end_with_it_though_its_frontend_has_another(rig):
+    """A pipe that is cut off can close behind the next one of the same stub."""
+    again = Recorder()
+    back = Frontend(1, again)
+    rig.put(1, AddRequest(request_id(1, 1), PROMPT, LONG))
+
+    def come_back() -> None:
+        rig.inbox.put((back, Joined()))
+        rig.put(1, Left())
+
+    rig.when(1, lambda message: isinstance(message, StepMessage), come_back)
+    rig.run()
+    assert rig.channels[1].closed
+    assert len(rig.channels[1].output(request_id(1, 1))) < 5
+    assert not again.output(request_id(1, 1))
+    assert not rig.core.live_ids
+
+
+def test_a_replay_over_the_next_pipe_takes_the_place_of_its_request(rig):
+    again = Recorder()
+    back = Frontend(1, again)
+    rig.put(1, AddRequest(request_id(1, 1), PROMPT, LONG))
+
+    def come_back() -> None:
+        rig.inbox.put((back, Joined()))
+        rig.inbox.put((back, AddRequest(request_id(1, 1), PROMPT, LONG)))
+        rig.put(1, Left())
+
+    rig.when(1, lambda message: isinstance(message, StepMessage), come_back)
+    rig.run()
+    assert again.output(request_id(1, 1)) == expected_output(PROMPT, LONG, rig.core.info)[0]
+    assert not rig.core.live_ids
+
+
+def test_pipes_of_requests_that_have_ended_are_forgotten():
+    live = [request_id(1, 0)]
+    frontends = Frontends(live, READY)
+    frontend = Frontend(1, Recorder())
+    frontends.join(frontend)
+    for count in range(5000):
+        assert not frontends.takes_over(frontend, request_id(1, count))
+    assert len(frontends._came_over) < 1100
+    assert frontends.leave(frontend) == live
+    assert not frontends._came_over, "its descriptors would stay open"
+
+
 def test_a_frontend_that_reads_nothing_does_not_stop_the_others():
     core = make_core(Info(max_model_len=400))
     engine = Engine(core)

@@ -110,6 +110,8 @@ class EngineProcess:
         self._socket = ours
         self._connection = Connection(os.dup(ours.fileno()))
         self._sending = threading.Lock()  # a closed descriptor's number can be reused
+        self._ending = threading.Lock()  # guards the next
+        self._left = False  # SIGKILL has not ended it in time
         self.failure: EngineFailed | None = None
         with contextlib.suppress(OSError):  # it died at once: `wait_ready` reports how
             self.send(encode(config))
@@ -161,7 +163,7 @@ class EngineProcess:
     def exit_text(self) -> str:
         """How it ended, in a few words.  A process that has closed its pipe but still runs is killed."""
         try:
-            status = self._process.wait(_EXIT_SECONDS)
+            status = self._process.wait(0.0 if self._left else _EXIT_SECONDS)
         except subprocess.TimeoutExpired:
             self._end()
             return "it closed its pipe and hung" if self.failure is None else self.failure.message
@@ -185,7 +187,7 @@ class EngineProcess:
         Args:
             polite: give it time to exit by itself; no use while it is loading, when it reads nothing.
         """
-        if polite and self._process.poll() is None:
+        if polite and not self._left and self._process.poll() is None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_WR)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,15 +198,20 @@ class EngineProcess:
     def _end(self) -> None:
         """SIGKILL: it ignores SIGTERM, which service managers send to every process of the server.
 
-        A process that waits for a disk that hangs ends only when the disk answers.  It is not waited for.
+        A process that waits for a disk that hangs ends only when the disk answers.  It is waited for once, and then
+        left.
         """
-        self._process.kill()
-        try:
-            self._process.wait(_EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            text = "the engine process %d was killed, and has not ended %g s later: a disk or device that it waits for"
-            _log.warning(text + " hangs.  It keeps its memory until then", self.pid, _EXIT_SECONDS)
-            self._hang_up()
+        with self._ending:
+            if self._left:
+                return
+            self._process.kill()
+            try:
+                self._process.wait(_EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._left = True
+                text = "the engine process %d was killed, and has not ended %g s later: a disk or device that it waits"
+                _log.warning(text + " for hangs.  It keeps its memory until then", self.pid, _EXIT_SECONDS)
+                self._hang_up()
 
     def _hang_up(self) -> None:
         """`receive` yields what has come, and then raises EOFError, even if the process lives on."""
@@ -212,7 +219,8 @@ class EngineProcess:
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the pipe of a process that has ended."""
+        """Close the pipe of a process that has ended, or is left."""
         with self._sending:
             self._connection.close()
         self._socket.close()
+        self._process.close()

@@ -19,6 +19,7 @@ from typing import Protocol
 __all__ = [
     "TIED_TO_PARENT",
     "UNKNOWN_STATUS",
+    "ChildProcess",
     "ForkedProcess",
     "OsProcess",
     "exit_words",
@@ -36,7 +37,7 @@ TIED_TO_PARENT = (
     "os.execvp(sys.argv[2],sys.argv[2:])"
 )
 
-UNKNOWN_STATUS = 256  # of a process that ended after its fork server did
+UNKNOWN_STATUS = 256  # of a process that ended after its fork server did, or has not ended
 _REPORT_SECONDS = 2.0  # from the end of a process to the report of its status, by a fork server that runs
 
 
@@ -54,7 +55,14 @@ def interpreter() -> str:
     return shutil.which(f"python{sys.version_info[0]}.{sys.version_info[1]}") or shutil.which("python3") or "python3"
 
 
-def start_tied(command: Sequence[str], descriptors: Sequence[int], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+class ChildProcess(subprocess.Popen[bytes]):
+    """A child of this process."""
+
+    def close(self) -> None:
+        """See `OsProcess.close`; no descriptor is held."""
+
+
+def start_tied(command: Sequence[str], descriptors: Sequence[int], env: Mapping[str, str]) -> ChildProcess:
     """Start a program that is killed when the calling thread ends (PR_SET_PDEATHSIG).
 
     Args:
@@ -64,7 +72,7 @@ def start_tied(command: Sequence[str], descriptors: Sequence[int], env: Mapping[
     Raises:
         OSError: it cannot be run.
     """
-    return subprocess.Popen(
+    return ChildProcess(
         [interpreter(), "-I", "-S", "-c", TIED_TO_PARENT, str(os.getpid()), *command],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
@@ -73,13 +81,16 @@ def start_tied(command: Sequence[str], descriptors: Sequence[int], env: Mapping[
 
 
 class OsProcess(Protocol):
-    """A process, with the methods of `subprocess.Popen`."""
+    """A process, with the methods of `subprocess.Popen`, and `close`."""
 
     @property
     def pid(self) -> int: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
     def kill(self) -> None: ...
+
+    def close(self) -> None:
+        """Close what is open of it: it has ended, or was killed and is left."""
 
 
 class ForkedProcess:
@@ -104,11 +115,20 @@ class ForkedProcess:
         """Its exit status, or None while it runs."""
         with self._lock:
             if self._status is None and _readable(self._pidfd, 0.0):
-                self._status = self._read_status()
-                os.close(self._pidfd)
-                os.close(self._owner)
-                self._report.close()
+                self._close(self._read_status())
             return self._status
+
+    def close(self) -> None:
+        """See `OsProcess.close`; its status is not known then."""
+        with self._lock:
+            if self._status is None:
+                self._close(UNKNOWN_STATUS)
+
+    def _close(self, status: int) -> None:
+        self._status = status
+        os.close(self._pidfd)
+        os.close(self._owner)
+        self._report.close()
 
     def watch(self) -> int:
         """A new descriptor that is readable once it has ended."""

@@ -127,6 +127,7 @@ class EngineGroup:
         self._daemon: socket.socket | None = None
         self._asked = 0  # engine processes so far; answers to all but the last question are too late
         self._grant: tuple[int, int, socket.socket, Heartbeat] | str | None = None
+        self._latest: tuple[int, socket.socket] | None = None  # the engine process that was granted last, and its pipe
         self._turn = True  # at the engine process that was granted last
         self._on_turn: Callable[[bool], None] = lambda ours: None
         self._ended: dict[int, _Ended] = {}
@@ -175,6 +176,9 @@ class EngineGroup:
         """Stop using the engine process; if no other stub uses it, return when it has ended.  Safe to repeat."""
         self._send({"op": "leave"})
         with self._changed:
+            if self._daemon is not None:
+                with contextlib.suppress(OSError):  # if its socket is full, it sees the end of ours
+                    self._daemon.shutdown(socket.SHUT_WR)
             self._changed.wait_for(lambda: self._daemon is None, _LEAVE_SECONDS)
         if self._process is not None:
             # It is our child: wait for it if this was the last stub.
@@ -184,6 +188,9 @@ class EngineGroup:
     def kill(self, engine: int, reason: str) -> None:
         """Kill the engine process with that number, for all stubs; no effect if it has ended."""
         self._send({"op": "kill", "engine": engine, "reason": reason})
+        with self._changed:
+            if self._daemon is None:  # the engine was killed with it, and has not ended
+                self._hang_up(engine)
 
     def end_turn(self, engine: int) -> None:
         """See `EngineHandle.end_turn`."""
@@ -206,8 +213,8 @@ class EngineGroup:
     def _send(self, packet: dict[str, Any]) -> None:
         with self._changed:
             if self._daemon is not None:
-                with contextlib.suppress(OSError):  # it died: the reader notices
-                    self._daemon.send(json.dumps(packet).encode(), socket.MSG_NOSIGNAL)
+                with contextlib.suppress(OSError):  # it died: the reader notices; or it is stopped, and its socket full
+                    self._daemon.send(json.dumps(packet).encode(), daemon.SEND)
 
     # -- joining ---------------------------------------------------------------------------
 
@@ -335,7 +342,8 @@ class EngineGroup:
             pipe, page = descriptors
             heartbeat = Heartbeat(page, self._config.max_num_seqs)
             os.close(page)
-            self._grant = packet["engine"], packet["pid"], socket.socket(fileno=pipe), heartbeat
+            self._latest = packet["engine"], socket.socket(fileno=pipe)
+            self._grant = packet["engine"], packet["pid"], self._latest[1], heartbeat
             self._turn = packet["turn"]
         elif packet["op"] == "turn":
             self._turn = packet["turn"]
@@ -347,6 +355,13 @@ class EngineGroup:
             last = decode_to_frontend(words) if words else None
             failure = last if isinstance(last, EngineFailed) else None
             self._ended = {packet["engine"]: _Ended(packet["status"], failure, packet["killed"])}
+            self._hang_up(packet["engine"])
+
+    def _hang_up(self, engine: int) -> None:
+        """`SharedEngine.receive` yields what has come, and then raises EOFError, even if the engine lives on."""
+        if self._latest is not None and self._latest[0] == engine:
+            with contextlib.suppress(OSError):
+                self._latest[1].shutdown(socket.SHUT_RDWR)
 
 
 class SharedEngine:

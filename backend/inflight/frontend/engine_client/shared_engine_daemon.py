@@ -28,16 +28,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from inflight.frontend.engine_client.fork_server_process import ForkFailed, ForkServerProcess
-from inflight.frontend.engine_client.os_process import ForkedProcess, OsProcess
+from inflight.frontend.engine_client.os_process import UNKNOWN_STATUS, ChildProcess, ForkedProcess, OsProcess
 from inflight.grammars.demand import new_demand
 
-__all__ = ["MAX_PACKET", "SharedEngineDaemon", "main", "peer_uid"]
+__all__ = ["MAX_PACKET", "SEND", "SharedEngineDaemon", "main", "peer_uid"]
 
 MAX_PACKET = 150_000
-_EXIT_SECONDS = 5.0  # for the engine process to exit after its pipe was closed
+_EXIT_SECONDS = 5.0  # for the engine process to exit after its pipe was closed, and then once more after SIGKILL
+_KILL_SECONDS = 10.0  # for one that stubs use to end after SIGKILL
 _SPARE_SECONDS = 1.0  # between two looks at the spare process
 _START_SECONDS = 30.0  # for the first stub to join
-_SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
+SEND = socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL
 
 
 def peer_uid(end: socket.socket) -> int:
@@ -62,7 +63,7 @@ class _Member:
     def send(self, packet: dict[str, Any], *descriptors: int) -> bool:
         """Returns False if it is gone or has stopped reading."""
         try:
-            socket.send_fds(self.end, [json.dumps(packet).encode()], descriptors, _SEND)
+            socket.send_fds(self.end, [json.dumps(packet).encode()], descriptors, SEND)
         except OSError:
             return False
         return True
@@ -78,6 +79,7 @@ class _Engine:
         loading: it has sent nothing yet, and reads nothing.
         last_words: its last complete frame.
         killed: why the daemon killed it.
+        left_at: `time.monotonic()` seconds from which it counts as ended, whether or not it has; None: not killed.
     """
 
     number: int
@@ -87,6 +89,7 @@ class _Engine:
     loading: bool = True
     last_words: bytes = b""
     killed: str | None = None
+    left_at: float | None = None
     _received: bytearray = field(default_factory=bytearray)
 
     def read(self) -> bool:
@@ -106,9 +109,30 @@ class _Engine:
             del self._received[:end]
         return bool(data)
 
-    def kill(self, reason: str | None) -> None:
+    def kill(self, reason: str | None, seconds: float) -> None:
+        """SIGKILL.  A process that waits for a disk that hangs ends only when the disk answers: it is left."""
         self.killed = self.killed or reason
+        self.left_at = self.left_at or time.monotonic() + seconds
         self.process.kill()
+
+    @property
+    def has_ended(self) -> bool:
+        return self.process.poll() is not None or (self.left_at is not None and time.monotonic() >= self.left_at)
+
+    def close(self) -> int:
+        """Read its last words and close what is open of it; returns its exit status."""
+        with contextlib.suppress(OSError):
+            self.pipe.shutdown(socket.SHUT_RDWR)  # what it has sent is read, and then the end, even if it lives on
+        while self.read():
+            pass
+        status = self.process.poll()
+        if status is None:
+            text = f"the engine process {self.process.pid} was killed, and has not ended: a disk or device that it"
+            print(f"{text} waits for hangs.  It keeps its memory until then", file=sys.stderr, flush=True)
+        self.process.close()
+        self.pipe.close()
+        os.close(self.heartbeat)
+        return UNKNOWN_STATUS if status is None else status
 
 
 class SharedEngineDaemon:
@@ -168,11 +192,13 @@ class SharedEngineDaemon:
         while self._members or self._engine is not None:
             if not self._members:
                 self._end_engine()
-            timeout = self._timeout()
-            if self._keeps_spare():
-                timeout = _SPARE_SECONDS if timeout is None else min(timeout, _SPARE_SECONDS)
-            for key, _ in self._selector.select(timeout):
+            waits = [self._timeout(), _SPARE_SECONDS if self._keeps_spare() else None]
+            if self._engine is not None and self._engine.left_at is not None:
+                waits.append(self._engine.left_at - time.monotonic())
+            for key, _ in self._selector.select(min((wait for wait in waits if wait is not None), default=None)):
                 key.data()
+            if self._engine is not None and self._engine.left_at is not None:
+                self._reap()
         for spare in self._spares:
             spare.stop()
 
@@ -222,10 +248,10 @@ class SharedEngineDaemon:
         if kind == "join":
             self._join(member, packet["instance"], packet["number"])
         elif kind == "engine":
-            self._give_engine(member, packet["asked"])
+            self._give_engine(member, {key: packet[key] for key in ("asked",) if key in packet})
         elif kind == "kill":
             if self._engine is not None and self._engine.number == packet["engine"]:
-                self._engine.kill(packet["reason"])
+                self._engine.kill(packet["reason"], _KILL_SECONDS)
         elif kind == "settled":
             if packet["engine"] == self._num_engines and self._engine is not None:
                 self._settle(member)
@@ -271,18 +297,18 @@ class SharedEngineDaemon:
 
     # -- the engine process ----------------------------------------------------------------
 
-    def _give_engine(self, member: _Member, asked: int) -> None:
+    def _give_engine(self, member: _Member, asked: dict[str, int]) -> None:
         """Send a pipe to the engine process, which is started if there is none.
 
         Args:
-            asked: number of the member's question.
+            asked: number of the member's question, for the answer; empty from a stub of an earlier version.
         """
         if self._engine is None:
             try:
                 self._start()
             except OSError as error:
                 text = f"cannot start the engine process: {error}"
-                return self._send(member, {"op": "error", "asked": asked, "text": text})
+                return self._send(member, {"op": "error", "text": text, **asked})
         engine = self._engine
         assert engine is not None
         theirs, pipe = socket.socketpair()
@@ -293,7 +319,7 @@ class SharedEngineDaemon:
                 socket.send_fds(engine.pipe, [member.number.to_bytes(4, "big")], [pipe.fileno()])
             packet = {
                 "op": "engine",
-                "asked": asked,
+                **asked,
                 "engine": engine.number,
                 "pid": engine.process.pid,
                 "turn": self._has_turn(member),
@@ -312,7 +338,7 @@ class SharedEngineDaemon:
                 process: OsProcess | None = self._fork(theirs.fileno(), heartbeat)
                 if process is None:
                     shared = [theirs.fileno(), heartbeat, self._demand]
-                    process = subprocess.Popen(command, pass_fds=shared, stdin=subprocess.DEVNULL)
+                    process = ChildProcess(command, pass_fds=shared, stdin=subprocess.DEVNULL)
             except OSError:
                 ours.close()
                 os.close(heartbeat)
@@ -369,28 +395,25 @@ class SharedEngineDaemon:
             self._turn_ends = time.monotonic() + self._turn_seconds
 
     def _reap(self) -> None:
-        """If the engine process has ended, tell its users how."""
+        """If the engine process has ended, or is left, tell its users how."""
         with contextlib.suppress(BlockingIOError):
             self._sockets[0].recv(4096, socket.MSG_DONTWAIT)
         engine = self._engine
-        if engine is None or engine.process.poll() is None:
+        if engine is None or not engine.has_ended:
             return
-        while engine.read():
-            pass
+        if engine.pipe in self._selector.get_map():
+            self._selector.unregister(engine.pipe)
+        status = engine.close()
         self._engine = None
         if not engine.loading:
             # The member with the turn keeps it; the other users of this process follow.
             users = [member for member in self._members if member.engine == engine.number]
             self._unsettled = self._unsettled[:1] + [user for user in users if user not in self._unsettled[:1]]
-        if engine.pipe in self._selector.get_map():
-            self._selector.unregister(engine.pipe)
-        engine.pipe.close()
-        os.close(engine.heartbeat)
         words = base64.b64encode(engine.last_words).decode() if len(engine.last_words) < MAX_PACKET // 2 else ""
         packet = {
             "op": "ended",
             "engine": engine.number,
-            "status": engine.process.poll(),
+            "status": status,
             "words": words,
             "killed": engine.killed,
         }
@@ -413,13 +436,13 @@ class SharedEngineDaemon:
                 self._send(other, packet)
 
     def _end_engine(self) -> None:
-        """No member is left: close the pipe, wait, kill."""
+        """No member is left: close the pipe, wait, kill, wait."""
         self._closed = True
         engine = self._engine
         if engine is None:
             return
         if engine.loading or time.monotonic() >= self._deadline:
-            engine.kill(None)
+            engine.kill(None, _EXIT_SECONDS)
         else:
             with contextlib.suppress(OSError):
                 engine.pipe.shutdown(socket.SHUT_WR)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from inflight.config import EngineConfig
 from inflight.frontend.engine_client import shared_engine
 from inflight.frontend.engine_client.engine_process import EngineStartError
 from inflight.frontend.engine_client.shared_engine import EngineGroup, SharedEngine
+from inflight.frontend.engine_client.shared_engine_daemon import MAX_PACKET
 
 
 def test_two_stubs_share_one_engine_and_the_last_one_ends_it(place: Place) -> None:
@@ -242,8 +245,10 @@ def test_engines_that_a_stopped_daemon_grants_too_late_are_not_used(
     place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read later, such a pipe repeats what another one has said, though its engine has died."""
-    group, other, heard = place.group("m_0"), place.group("m_1"), list[str]()
+    group, other = place.group("m_0"), place.group("m_1")
+    heard, heard_by_other = list[str](), list[str]()
     group.hear(heard.append)
+    other.hear(heard_by_other.append)
     first = start(group)
     start(other)
     daemon = group._process
@@ -256,9 +261,11 @@ def test_engines_that_a_stopped_daemon_grants_too_late_are_not_used(
         with pytest.raises(EngineStartError, match="died or hangs"):
             group.launch()
     monkeypatch.undo()
-    other.tell("")
+    group.tell("")
     daemon.send_signal(signal.SIGCONT)
-    wait_for(lambda: heard)  # behind all that was granted
+    wait_for(lambda: heard_by_other)  # all three are granted
+    other.tell("")
+    wait_for(lambda: heard)  # and taken
     for count, prompt in enumerate([[7, 8], [9, 10]], 2):
         engine = started_again(group)
         ask(engine, 1, prompt)
@@ -280,3 +287,39 @@ def started_again(group: EngineGroup) -> SharedEngine:
             return engine
         except EngineStartError:
             engine.close()
+
+
+def test_a_stub_of_an_earlier_version_is_served(place: Place) -> None:
+    """It does not number its questions, and expects no number in the answer."""
+    engine = start(place.group("m_0"))
+    member = place.group("m_1")._connect(0)
+    assert member is not None
+    with member:
+        member.send(json.dumps({"op": "join", "instance": "m_1", "number": None}).encode())
+        assert json.loads(member.recv(MAX_PACKET))["op"] == "joined"
+        member.send(json.dumps({"op": "engine"}).encode())
+        data, descriptors, _, _ = socket.recv_fds(member, MAX_PACKET, 2)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        assert json.loads(data) == {"op": "engine", "engine": 1, "pid": engine.pid, "turn": True}
+    ask(engine, 0, [7, 8])
+    assert answer(engine) == echo([7, 8], 5)
+
+
+def test_a_stub_waits_for_no_daemon_that_is_stopped(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once the socket is full: what it sends is lost until the daemon reads again, but not that it leaves."""
+    monkeypatch.setattr(shared_engine, "_LEAVE_SECONDS", 0.0)
+    group = place.group("m_0")
+    engine = start(group)
+    daemon = group._process
+    assert daemon is not None
+    daemon.send_signal(signal.SIGSTOP)
+    sends = threading.Thread(target=lambda: [group.tell("") for _ in range(2000)], daemon=True)
+    sends.start()
+    sends.join(20)
+    has_sent = not sends.is_alive()
+    if has_sent:
+        group.leave()
+    daemon.send_signal(signal.SIGCONT)
+    assert has_sent
+    wait_for(lambda: not alive(engine.pid))
