@@ -77,12 +77,12 @@ def make_policies(
     counts = DraftCounts()
     drafter: Drafter | None = None
     if config.speculative_config is not None:
-        drafter = adaptive = _make_drafter(config, config.speculative_config, draft_runner, clock)
-        counts = adaptive.counts
-        listeners.append(adaptive)
+        listeners.append(drafter := _make_drafter(config, config.speculative_config, draft_runner, clock))
+        counts = drafter.counts
     admission = _make_admission(config, listeners)
     if loads is not None:
-        admission = from_tier = TierAdmission(admission, loads)
+        overtakes = config.scheduling_policy == "fcfs" and config.short_prompt_share > 0
+        admission = from_tier = TierAdmission(admission, loads, order, shares, config.step_tokens, overtakes)
         listeners += [loads, from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)
@@ -123,16 +123,14 @@ def _make_order(
     patience, preempts = make_patience(config), config.scheduling_policy == "priority"
     if not config.tenants:
         return DueOrder(patience, preempts=preempts), None
-    queue = FairQueue(lambda: DueOrder(patience, preempts=preempts), accounts)
-    listeners.append(queue)
+    listeners.append(queue := FairQueue(lambda: DueOrder(patience, preempts=preempts), accounts))
     return queue, queue
 
 
 def _make_admission(config: EngineConfig, listeners: list[EngineListener]) -> AdmissionPolicy:
     if config.admission == "free_blocks":
         return FreeBlocksAdmission(config.watermark)
-    admission = PredictedPeakAdmission(config.watermark)
-    listeners.append(admission)
+    listeners.append(admission := PredictedPeakAdmission(config.watermark))
     return admission
 
 
@@ -146,10 +144,9 @@ def _make_budget(config: EngineConfig, listeners: list[EngineListener]) -> Budge
     partial, threshold = config.max_num_partial_prefills, config.long_prefill_token_threshold
     if partial > 1 or threshold:
         threshold = threshold or max(1, config.step_tokens // partial)
-        budget = limits = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
-        listeners.append(limits)
-    weighed = WeighedPrompts(budget, config.step_tokens)
-    listeners.append(weighed)
+        budget = PartialPrefillLimits(budget, partial, config.max_long_partial_prefills, threshold)
+        listeners.append(budget)
+    listeners.append(weighed := WeighedPrompts(budget, config.step_tokens))
     return weighed
 
 
@@ -163,12 +160,10 @@ def _make_urgency(
     """Under any policy but fcfs the operator has decided who goes first."""
     if config.scheduling_policy == "priority":
         return OutrankingFirst(order, admission, budget)
-    share = config.short_prompt_share
-    if config.scheduling_policy != "fcfs" or not share:
+    if config.scheduling_policy != "fcfs" or not config.short_prompt_share:
         return None
-    sizes = config.step_tokens, config.max_num_seqs
-    short = ShortPromptsFirst(order, budget, share, *sizes, in_order=bool(config.tenants))
-    listeners.append(short)
+    sizes = config.short_prompt_share, config.step_tokens, config.max_num_seqs
+    listeners.append(short := ShortPromptsFirst(order, budget, *sizes, in_order=bool(config.tenants)))
     return short
 
 
@@ -176,10 +171,7 @@ def _make_drafter(
     config: EngineConfig, options: SpeculativeConfig, runner: DraftRunner | None, clock: Callable[[], float]
 ) -> AdaptiveDrafter:
     target = None if config.itl_target_ms is None else config.itl_target_ms / 1000
-    guesser: Guesser
-    if runner is None:
-        guesser = LookupGuesser(options)
-    else:
-        model = DraftModel(runner, config.max_num_seqs, config.step_tokens, config.block_size)
-        guesser = ModelGuesser(model)
+    guesser: Guesser = LookupGuesser(options)
+    if runner is not None:
+        guesser = ModelGuesser(DraftModel(runner, config.max_num_seqs, config.step_tokens, config.block_size))
     return AdaptiveDrafter(guesser, options.longest_draft, target, clock)
