@@ -82,7 +82,8 @@ def make_policies(
         listeners.append(adaptive)
     admission = _make_admission(config, listeners)
     if loads is not None:
-        admission = from_tier = TierAdmission(admission, loads)
+        overtakes = config.scheduling_policy == "fcfs" and config.short_prompt_share > 0
+        admission = from_tier = TierAdmission(admission, loads, order, shares, config.step_tokens, overtakes)
         listeners += [loads, from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)

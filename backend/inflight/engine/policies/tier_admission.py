@@ -3,24 +3,24 @@
     asked once            extents behind the cached prefix: which tier seems to have them?
     asked again           where another server has just begun the answer, whose KV may still be on its way: for half a
                           second; a peer is not, since it tells what is on its way
-    while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it, or they
-                          come faster than they are computed
+    while they come       `NotYet`, as long as the rest is expected in less than 0.8 of the time to compute it in its
+                          turn, or they come faster; not longer than to compute all, but beside prompts before it
     in any other case     as if there were no tier: what has come is used, the rest is computed
 
-No request waits longer than computing in its turn would have taken; none that computes in milliseconds asks at all.
+In its turn: behind prompts that go before it.  A request that takes milliseconds to compute asks no tier.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
 
 from inflight.engine.events import DoneStep, EngineListener
 from inflight.engine.kv_pool import KVPool
-from inflight.engine.policies.base import AdmissionPolicy, NotYet
+from inflight.engine.policies.base import AdmissionPolicy, LoadShares, NotYet, Rank
 from inflight.engine.policies.cost_model import OnlineStepCost, step_load
 from inflight.engine.request import Request
 from inflight.engine.tiers.base import EngineTier
@@ -51,15 +51,14 @@ class _Visit:
     Attributes:
         num_blocks: full blocks that the request has, but for one with its last token.
         stop: blocks before this one are in `places` or cached.
-        until: when computing in its turn would have ended, as it is measured now; no later than `latest`.
-        ahead, total: tokens that were to be computed before its own when it began, and those of all prompts until then.
+        until: when computing in its turn would have ended, as it is measured now; it ends no later than `latest`.
+        ahead, total: tokens that went before its own when it began, and those of all prompts until then.
         order: the tiers that are still to be asked.
         asked: the one that is asked, `stop` at that time, and its answer.
         has_asked: any in this look; `has_looked`: the first look is over.
         again: until then those that others write are asked anew for extents that none had.
         next_look: when they are; `pause`: seconds before it.
-        places: first block of an extent -> the tier that seems to have it.
-        loads: first block of an extent -> its load.
+        places, loads: first block of an extent -> the tier that seems to have it, and its load.
         begun: extents before this block are cached, or have loads.
         num_lost: loads that had yielded nothing when all of its own were looked at.
         num_found, num_cached: blocks of its prefix that were cached when it began, and when it was last asked.
@@ -94,12 +93,18 @@ class _Visit:
 class TierAdmission(EngineListener):
     """Implements `AdmissionPolicy`: `inner`, whose requests that may start wait for their KV, if that pays."""
 
-    def __init__(self, inner: AdmissionPolicy, loads: Loads) -> None:
-        self._inner, self._loads, self._tiers = inner, loads, loads.tiers
+    def __init__(
+        self, inner: AdmissionPolicy, loads: Loads, rank: Rank, shares: LoadShares | None, most: int, overtakes: bool
+    ) -> None:
+        self._inner, self._loads, self._tiers, self._rank = inner, loads, loads.tiers, rank
+        self._most = most // loads.pool.block_size  # blocks of a step
+        self._short = self._most if overtakes else 0  # of a prompt that overtakes longer ones
+        self._account = (lambda request: "") if shares is None else shares.account
         self._visits, self._cost = dict[Request, _Visit](), OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._will_tell = False  # a first prompt is about to be computed: until it is, others wait
-        self._ahead = self._total = 0  # tokens of prompts that this step computes or begins with; that all steps have
+        self._total = 0  # tokens of all prompts so far
+        self._begun: list[tuple[Request, int]] = []  # that this step computes or begins with, and the blocks left
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
@@ -117,12 +122,13 @@ class TierAdmission(EngineListener):
             return NotYet("its KV from a tier", 2 * _LONGEST_WAIT)  # `until` is sooner
         self._end(visit, request)
         answer = self._inner.admits(request, prefix, running, pool)  # loads that have begun took room
-        self._ahead += (num_left := (visit.num_blocks - len(prefix)) * pool.block_size)
-        self._will_tell |= answer is True and self._longest < _MEASURED_TOKENS <= num_left
+        self._begun.append((request, num_left := visit.num_blocks - len(prefix)))
+        self._will_tell |= answer is True and self._longest < _MEASURED_TOKENS <= num_left * pool.block_size
         return answer
 
     def step_begins(self, running: Sequence[Request]) -> None:
-        self._ahead = sum(max(0, one.num_tokens - one.num_computed_tokens) for one in running)
+        lefts = ((one, one.num_tokens - one.num_computed_tokens) for one in running)
+        self._begun = [(one, -(-left // self._loads.pool.block_size)) for one, left in lefts if left > 1]
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
@@ -157,8 +163,8 @@ class TierAdmission(EngineListener):
         num_blocks, found, now = (request.num_tokens - 1) // pool.block_size, len(prefix), self._loads.clock()
         held_until = math.inf if request.held_until is None else request.held_until
         latest = min(now + _LONGEST_WAIT, held_until - _OTHER_WAIT_SECONDS)
-        others = [other.num_blocks - other.num_cached for other in self._visits.values() if not other.is_over]
-        ahead = self._ahead + pool.block_size * sum(others)
+        others = [(one, its.num_blocks - its.num_cached) for one, its in self._visits.items() if not its.is_over]
+        ahead = self._ahead_of(request, num_blocks - found, [*self._begun, *others])
         visit = _Visit(num_blocks, found, found, found, now, latest, ahead, self._total, iter(tiers + tiers[:-1]))
         visit.is_over = (
             self._compute_seconds(len(prefix), num_blocks) < _FEW_SECONDS
@@ -178,10 +184,12 @@ class TierAdmission(EngineListener):
         """Whether to wait; starts what can be started."""
         size, now = self._tiers.extent_blocks, self._loads.clock()
         first = len(prefix) // size * size
-        in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, max(visit.ahead, self._total - visit.total))
+        ahead = self._ahead_of(request, visit.num_blocks - visit.num_found, self._begun)
+        visit.ahead = max(visit.ahead, 0 if visit.has_looked else self._total - visit.total)
+        in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, visit.ahead)
         visit.until = min(visit.began + in_turn, visit.latest)
-        if now >= visit.until:
-            return False
+        if now >= visit.until and (ahead <= self._most * self._loads.pool.block_size or now >= visit.latest):
+            return False  # but not while it could not be computed yet: it starts before others begin
         if not visit.has_looked and not self._has_looked(visit, request):
             return True
         is_asking = self._asks_again(visit, request, len(prefix))
@@ -219,8 +227,9 @@ class TierAdmission(EngineListener):
             all_, last = (self._compute_seconds(start, len(prefix)) for start in (visit.num_found, visit.num_cached))
             visit.gained, visit.num_cached = min(visit.began + all_, now + last), len(prefix)
         # Extents that come faster than they are computed are waited for, against any estimate.
-        worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop, self._ahead)
-        return self._loads.come_within(worth, visit.places[first], last_hash, len(wanted))
+        worth = math.inf if now < visit.gained else _WORTH * self._compute_seconds(len(prefix), stop, ahead)
+        tier = visit.places[first]
+        return tier.is_open and self._loads.come_within(worth, tier, last_hash, len(wanted))
 
     def _has_looked(self, visit: _Visit, request: Request) -> bool:
         """The first look at all tiers; whether it is over."""
@@ -300,6 +309,12 @@ class TierAdmission(EngineListener):
         start = (stop // size + found) * size
         too_short = max(start + self._tiers.part_blocks - 1, stop)
         return range(min(start + size - 1, num_blocks), too_short, -1)
+
+    def _ahead_of(self, request: Request, own: int, others: Iterable[tuple[Request, int]]) -> int:
+        """Tokens of others, with so many blocks left, that go before a request's `own` ones; at least so many."""
+        most = 0 if request.num_preemptions else own if own <= self._short else math.inf
+        same = [(one, left) for one, left in others if left <= most and self._account(one) == self._account(request)]
+        return self._loads.pool.block_size * sum(left for one, left in same if not self._rank.goes_before(request, one))
 
     def _compute_seconds(self, num_cached: int, num_blocks: int, ahead: int = 0) -> float:
         """Seconds to compute the blocks of a request behind its first `num_cached`, and before them other tokens."""
