@@ -123,13 +123,17 @@ class GrpcCall(_CallProgress):
         except grpc.RpcError as error:
             raise self._error(error) from None
         try:
-            columns = self._columns(response)
+            return self._columns(response)
         except InflightError:
             self.close()
             raise
-        if self._final:
-            self._keep()
-        return columns
+
+    def _columns(self, response: bytes) -> Columns:
+        try:
+            return super()._columns(response)
+        finally:
+            if self._final:
+                self._keep()
 
     def _keep(self) -> None:
         """Let the call live until the server has ended it, also if this object is dropped: grpc would cancel it."""
@@ -156,12 +160,10 @@ class GrpcCall(_CallProgress):
 
     def close(self) -> None:
         """As `cancel`, and wait for the server to close the stream."""
-        if not self._final:
+        if self._final:
+            self._is_ended()
+        else:
             self._call.cancel()
-            return
-        with contextlib.suppress(grpc.RpcError):
-            for _ in self._call:
-                pass
 
 
 class GrpcTransport:
@@ -258,8 +260,8 @@ class AsyncGrpcCall(_CallProgress):
 
     def cancel(self) -> None:
         """As `GrpcCall.cancel`."""
-        self._cancelled = True
         if not self._final:
+            self._cancelled = True
             self._call.cancel()
 
     async def close(self) -> None:

@@ -250,7 +250,7 @@ class _LoopThread:
     """
 
     def __init__(self, address: str) -> None:
-        self._address = address
+        self.address = address
         self._lock = threading.Lock()  # guards `_closed`; nothing is scheduled once it is set
         self._closed = False
         self._loop = asyncio.new_event_loop()
@@ -271,14 +271,14 @@ class _LoopThread:
             if not self._closed:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
-        raise _closed_error(self._address)
+        raise _closed_error(self.address)
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
         """Run a coroutine in the loop and wait for it; raises RuntimeError if the loop is closed before its end."""
         try:
             return self.start(coroutine).result()
         except CancelledError:
-            raise _closed_error(self._address) from None
+            raise _closed_error(self.address) from None
 
     def close(self, last: Coroutine[Any, Any, None]) -> None:
         """Run a last coroutine in the loop, and end all others.  Safe to repeat."""
@@ -312,6 +312,8 @@ class HttpCall:
     def __next__(self) -> Columns:
         columns = _check(self._next(), self._cancelled)
         if columns is None:
+            if self._future.cancelled() and not self._cancelled:
+                raise _closed_error(self._thread.address)
             raise StopIteration
         return columns
 

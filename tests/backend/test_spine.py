@@ -18,7 +18,7 @@ MAX_SCHEDULER_LINES = 399
 # Modules and everything of ours that they import, themselves included.
 MAX_CLOSURE_LINES = {"inflight.engine.scheduler": 2300, "inflight.engine.core": 6000}
 # The engine with the answer of every policy: not a budget that was given, but what it takes today.
-MAX_ASSEMBLY_LINES = 8860
+MAX_ASSEMBLY_LINES = 8880
 
 
 def reading_list() -> list[Path]:

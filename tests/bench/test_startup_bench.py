@@ -93,6 +93,7 @@ def test_a_thread_that_waits_for_a_core_has_memory_not_settled(monkeypatch: pyte
     monkeypatch.setattr(
         startup, "time", SimpleNamespace(monotonic=lambda: float(next(clock)), sleep=lambda seconds: None)
     )
+    monkeypatch.setattr(startup, "forks", lambda pid: [])  # other tests may have left some
     monkeypatch.setattr(startup, "pss", lambda pid, kind="Pss": 1.0)
     monkeypatch.setattr(startup, "want_a_core", lambda pid: next(states) == "R")
     startup.settled([os.getpid()], 4.0)

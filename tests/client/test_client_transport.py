@@ -359,7 +359,7 @@ class Ending:
 
 @pytest.mark.parametrize("how", ["cancelled", "dropped"])
 def test_a_call_is_not_cancelled_once_its_final_response_has_come(how: str) -> None:
-    """A cancellation that crosses the end of a request can crash tritonserver 24.10."""
+    """A cancellation that races with the last response can make Triton 24.10 keep the model."""
     with grpc_server(ending := Ending()) as address:
         transport = GrpcTransport(Connection("grpc", address))
         call = transport.open(GenerationRequest(model="m", prompt="p"), None)
@@ -378,6 +378,18 @@ def test_a_call_is_not_cancelled_once_its_final_response_has_come(how: str) -> N
                 break
             time.sleep(0.01)
         assert kept() is None
+        transport.close()
+
+
+def test_the_end_of_a_stream_is_waited_for_with_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transport_grpc, "_END_SECONDS", 0.05)
+    with grpc_server(ending := Ending()) as address:
+        transport = GrpcTransport(Connection("grpc", address))
+        call = transport.open(GenerationRequest(model="m", prompt="p"), None)
+        next(call)
+        call.close()  # the server has not ended it
+        assert not ending.ended.is_set()
+        ending.gate.set()
         transport.close()
 
 

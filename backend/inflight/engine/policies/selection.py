@@ -82,8 +82,9 @@ def make_policies(
         listeners.append(adaptive)
     admission = _make_admission(config, listeners)
     if loads is not None:
-        overtakes = config.scheduling_policy == "fcfs" and config.short_prompt_share > 0
-        admission = from_tier = TierAdmission(admission, loads, order, shares, config.step_tokens, overtakes)
+        short = config.step_tokens if config.scheduling_policy == "fcfs" and config.short_prompt_share else 0
+        alone = config.max_num_partial_prefills == 1
+        admission = from_tier = TierAdmission(admission, loads, order, shares, config.step_tokens, short, alone)
         listeners += [loads, from_tier, TierWriter(loads.tiers, loads.pool)]
     if grammars is not None:
         drafter = forced = GrammarDrafter(grammars, drafter)

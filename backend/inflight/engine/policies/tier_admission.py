@@ -91,20 +91,33 @@ class _Visit:
 
 
 class TierAdmission(EngineListener):
-    """Implements `AdmissionPolicy`: `inner`, whose requests that may start wait for their KV, if that pays."""
+    """Implements `AdmissionPolicy`: `inner`, whose requests that may start wait for their KV, if that pays.
+
+    Args:
+        step_tokens: maximum of a step.
+        short: maximum tokens of a prompt that starts before longer ones.
+        one_at_a_time: whether a step computes a further prompt only once those before it end.
+    """
 
     def __init__(
-        self, inner: AdmissionPolicy, loads: Loads, rank: Rank, shares: LoadShares | None, most: int, overtakes: bool
+        self,
+        inner: AdmissionPolicy,
+        loads: Loads,
+        rank: Rank,
+        shares: LoadShares | None,
+        step_tokens: int,
+        short: int,
+        one_at_a_time: bool,
     ) -> None:
         self._inner, self._loads, self._tiers, self._rank = inner, loads, loads.tiers, rank
-        self._most = most // loads.pool.block_size  # blocks of a step
-        self._short = self._most if overtakes else 0  # of a prompt that overtakes longer ones
+        self._most = step_tokens if one_at_a_time else math.inf
+        self._short = short
         self._account = (lambda request: "") if shares is None else shares.account
         self._visits, self._cost = dict[Request, _Visit](), OnlineStepCost()
         self._num_steps = self._longest = 0  # longest: most tokens whose cost is known
         self._will_tell = False  # a first prompt is about to be computed: until it is, others wait
         self._total = 0  # tokens of all prompts so far
-        self._begun: list[tuple[Request, int]] = []  # that this step computes or begins with, and the blocks left
+        self._running, self._begun = list[tuple[Request, int]](), list[tuple[Request, int]]()  # prompts and blocks left
         self._computed: dict[int, tuple[int, int]] = {}  # slot -> its last chunks, which followed each other: from, to
 
     def admits(
@@ -128,7 +141,8 @@ class TierAdmission(EngineListener):
 
     def step_begins(self, running: Sequence[Request]) -> None:
         lefts = ((one, one.num_tokens - one.num_computed_tokens) for one in running)
-        self._begun = [(one, -(-left // self._loads.pool.block_size)) for one, left in lefts if left > 1]
+        self._running = [(one, -(-left // self._loads.pool.block_size)) for one, left in lefts if left > 1]
+        self._begun = []
 
     def step_done(self, step: DoneStep) -> None:
         out = step.out
@@ -188,7 +202,7 @@ class TierAdmission(EngineListener):
         visit.ahead = max(visit.ahead, 0 if visit.has_looked else self._total - visit.total)
         in_turn = self._compute_seconds(visit.num_found, visit.num_blocks, visit.ahead)
         visit.until = min(visit.began + in_turn, visit.latest)
-        if now >= visit.until and (ahead <= self._most * self._loads.pool.block_size or now >= visit.latest):
+        if now >= visit.until and (ahead <= self._most or now >= visit.latest):
             return False  # but not while it could not be computed yet: it starts before others begin
         if not visit.has_looked and not self._has_looked(visit, request):
             return True
@@ -310,11 +324,17 @@ class TierAdmission(EngineListener):
         too_short = max(start + self._tiers.part_blocks - 1, stop)
         return range(min(start + size - 1, num_blocks), too_short, -1)
 
-    def _ahead_of(self, request: Request, own: int, others: Iterable[tuple[Request, int]]) -> int:
-        """Tokens of others, with so many blocks left, that go before a request's `own` ones; at least so many."""
-        most = 0 if request.num_preemptions else own if own <= self._short else math.inf
-        same = [(one, left) for one, left in others if left <= most and self._account(one) == self._account(request)]
-        return self._loads.pool.block_size * sum(left for one, left in same if not self._rank.goes_before(request, one))
+    def _ahead_of(self, request: Request, own: int, waiting: Iterable[tuple[Request, int]]) -> int:
+        """Tokens of prompts that go before a request's `own` blocks: running ones, and of those with so many left."""
+        if request.num_preemptions:
+            return 0
+        most = own if request.num_tokens <= self._short else math.inf
+        yielding = {*self._rank.outranked(request, [one for one, _ in self._running])}
+        lefts = [left for one, left in self._running if left <= most and one not in yielding]
+        for one, left in waiting:
+            if left <= most and self._account(one) == self._account(request):
+                lefts.append(0 if self._rank.goes_before(request, one) else left)
+        return self._loads.pool.block_size * sum(lefts)
 
     def _compute_seconds(self, num_cached: int, num_blocks: int, ahead: int = 0) -> float:
         """Seconds to compute the blocks of a request behind its first `num_cached`, and before them other tokens."""

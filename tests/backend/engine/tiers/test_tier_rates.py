@@ -297,7 +297,7 @@ def test_a_short_prompt_does_not_wait_for_a_slow_medium_behind_a_long_one_that_i
     assert 3 in [delta.request_id for _ in range(3) for delta in rig.core.step().deltas]
 
 
-def test_a_stream_that_was_preempted_goes_before_prompts() -> None:
+def test_a_short_prompt_goes_before_longer_ones_and_a_stream_that_was_preempted_before_all() -> None:
     medium = Medium()
     rig = engine(medium)
     add(rig.core, 0, PROMPT, max_tokens=1)
@@ -306,25 +306,31 @@ def test_a_stream_that_was_preempted_goes_before_prompts() -> None:
         rig.core.step()
     rig.core.step()
     policy, [request] = from_tiers(rig), rig.core.scheduler.running
-    assert policy._ahead_of(request, 100, policy._begun) == 8000 - 512
+    assert policy._ahead_of(request, 20, ()) == 8000 - 512  # few blocks are left, but of a long prompt
+    policy._short = request.num_tokens
+    assert policy._ahead_of(request, 20, ()) == 0
+    assert policy._ahead_of(request, 1000, ()) == 8000 - 512
     request.num_preemptions = 1
-    assert policy._ahead_of(request, 100, policy._begun) == 0
+    assert policy._ahead_of(request, 1000, ()) == 0
 
 
-def test_a_request_waits_while_a_later_prompt_is_computed_and_starts_before_the_next_one() -> None:
+@pytest.mark.parametrize("options", [{}, {"scheduling_policy": "priority"}])
+def test_a_request_waits_while_a_later_prompt_is_computed_and_starts_before_the_next_one(
+    options: dict[str, Any],
+) -> None:
     """The medium needs 4.1 s; computing the first takes 2.4, and each of the later ones, which ask no tier, 4.7.  What
     has not come when one of them ends would be computed behind it."""
     medium = Medium()
     first, other = [13, *PROMPT[:3999]], [11, *PROMPT[:600]]
     medium.rate = 8e6
-    rig = engine(medium)
+    rig = engine(medium, **options)
     first_token(rig, medium, [12, *PROMPT[:600]], 0)
     medium.extents = extents_of(first) | extents_of(other)
     first_token(rig, medium, other, 1)
     began = rig.now
-    add(rig.core, 2, first, max_tokens=1)
+    add(rig.core, 2, first, {"arrival": began}, max_tokens=1)
     for number in (3, 4):
-        add(rig.core, number, [number, *PROMPT], max_tokens=1, prompt_logprobs=0)
+        add(rig.core, number, [number, *PROMPT], {"arrival": began + number}, max_tokens=1, prompt_logprobs=0)
     found: dict[int, float] = {}
     while rig.core.has_work:
         found.update({delta.request_id: rig.now - began for delta in rig.core.step().deltas if delta.token_ids})
