@@ -11,7 +11,7 @@ __all__ = ["WaitingRequests"]
 
 
 class WaitingRequests:
-    """The requests of a process whose Triton has not said yet whether it has their model; each holds its body.
+    """The requests to the same Tritons that have not said yet whether they have the model; each holds its body.
 
     Args:
         limit: maximum number.
