@@ -196,7 +196,7 @@ class Upstream:
         As many requests wait for an answer about their model as can be open, since each holds its body.
 
         Raises:
-            APIError: as `find`; 429, too many wait.
+            APIError: as `find`; 503, too many wait.
         """
         known = None if name is None else self.remembered(name)
         if known is not None:

@@ -26,14 +26,14 @@ class WaitingRequests:
         """Count a request while it waits.
 
         Raises:
-            APIError: 429, there are too many.
+            APIError: 503, there are too many; another gateway may reach Triton.
         """
         if self.count >= self._limit:
             raise APIError(
-                429,
+                503,
                 f"{self.count} requests wait for Triton to answer about their model, as many as may "
                 f"(max_open_requests={self._limit}); try again later",
-                code="too_many_requests",
+                code="upstream_unreachable",
                 retry_after=1.0,
             )
         self.count += 1
