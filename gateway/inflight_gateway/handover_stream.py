@@ -282,8 +282,9 @@ class HandoverStream:
 
 
 def _is_short(request: GenerationRequest) -> bool:
-    limit = str(request.sampling.get("max_tokens"))
-    return limit.isdecimal() and int(limit) <= _SHORT_TOKENS
+    """Whether its answer has at most `_SHORT_TOKENS`; yes without a limit, since 16 is the engine's default."""
+    limit = request.sampling.get("max_tokens")
+    return limit is None or (str(limit).isdecimal() and int(limit) <= _SHORT_TOKENS)
 
 
 def _begin_to_read_out(stream: AnyStream) -> None:

@@ -20,18 +20,16 @@ __all__ = ["ModelUpstreams", "upstream_for"]
 def upstream_for(options: GatewayOptions, routed: Callable[[str, str], None]) -> AnyUpstream:
     """The Tritons that `options.triton` lists."""
 
-    waiting = WaitingRequests(options.max_open_requests)
-
     def group(addresses: tuple[str, ...], models: tuple[str, ...]) -> Upstream:
-        chosen = dataclasses.replace(options, triton=addresses, models=models)
-        return Upstream(chosen, routed=routed, waiting=waiting)
+        return Upstream(dataclasses.replace(options, triton=addresses, models=models), routed=routed)
 
     groups = dict(options.triton_groups)
     others = groups.pop("", None)
     if not groups:
         return group(options.triton, options.models)
     named = {model: group(addresses, (model,)) for model, addresses in groups.items()}
-    return ModelUpstreams(named, None if others is None else group(others, options.models), waiting)
+    rest = None if others is None else group(others, options.models)
+    return ModelUpstreams(named, rest, WaitingRequests(options.max_open_requests))
 
 
 class ModelUpstreams:
@@ -40,7 +38,7 @@ class ModelUpstreams:
     Args:
         named: by model.
         others: of all other models.
-        waiting: counts the requests that wait for any of these.
+        waiting: counts the requests that wait for an answer of all of these; each counts those for it alone.
     """
 
     def __init__(self, named: dict[str, Upstream], others: Upstream | None, waiting: WaitingRequests) -> None:
@@ -61,11 +59,18 @@ class ModelUpstreams:
         """As `Upstream.resolve`."""
         if name in self._named:
             return await self._named[name].resolve(name)
-        with self._waiting.one():  # which of them has it
+        if name is not None and self._others is not None:
+            if self._others.remembered(name) is not None:
+                return await self._others.resolve(name)
+            with self._others.waiting.one():
+                is_of_others = await self._is_of_others(name)
+            if is_of_others:
+                return await self._others.resolve(name)
+        with self._waiting.one():
             if name is None:
                 return await self.find(None)
-            upstream = await self._with(name)
-        return await upstream.resolve(name)
+            found = await self.adapter(name)
+        return await self._of(name if found is None else found.name).resolve(name)
 
     async def find(self, name: str | None) -> ServedModel:
         """As `Upstream.find`."""

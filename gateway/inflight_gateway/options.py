@@ -49,8 +49,8 @@ class GatewayOptions:
         reconnect_timeout: maximum seconds that a request, or an open stream, waits for a Triton that cannot be reached;
             0: it does not wait.
         max_n: choices of one prompt.
-        max_open_requests: maximum number of generating requests per process, and of requests waiting for a Triton to
-            answer about their model; more are refused with 429.
+        max_open_requests: maximum number of generating requests per process, more are refused with 429; and of
+            requests waiting for the same Tritons to answer about their model, more are refused with 503.
         max_connections: maximum number of connections per process; a new one closes the one that has waited longest
             without a request, or is refused with 503 if all have requests.
         header_timeout: maximum seconds for the head of a request to arrive.

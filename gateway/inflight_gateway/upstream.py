@@ -156,7 +156,9 @@ class Upstream:
         options: addresses, headers and limits.
         client: replaces both clients, in tests.
         routed: called with the address of the Triton chosen for an attempt, and the reason.
-        waiting: counts the requests that wait, of other Tritons too; None: of these alone.
+
+    Attributes:
+        waiting: counts the requests that wait for these.
     """
 
     def __init__(
@@ -164,7 +166,6 @@ class Upstream:
         options: GatewayOptions,
         client: Any = None,
         routed: Callable[[str, str], None] = lambda *_: None,
-        waiting: WaitingRequests | None = None,
     ) -> None:
         self._options = options
         self.client: AsyncClient = client or _client(options, True, routed)
@@ -175,7 +176,7 @@ class Upstream:
         self._listed: tuple[float, list[ServedModel]] = (float("-inf"), [])
         self._unlisted: tuple[float, APIError | None] = (float("-inf"), None)  # when a list failed last, and how
         self._lock = asyncio.Lock()
-        self._waiting = waiting or WaitingRequests(options.max_open_requests)
+        self.waiting = WaitingRequests(options.max_open_requests)
 
     def stream(self, **arguments: Any) -> AsyncStream:
         """Send a request; arguments as for `AsyncClient.stream`, with a resolved `model`."""
@@ -195,13 +196,13 @@ class Upstream:
         As many requests wait for an answer about their model as can be open, since each holds its body.
 
         Raises:
-            APIError: as `find`; 429, too many wait.
+            APIError: as `find`; 503, too many wait.
         """
-        known = None if name is None else self._remembered(name)
+        known = None if name is None else self.remembered(name)
         if known is not None:
             return known
         delay, deadline = _FIRST_DELAY, time.monotonic() + self._options.reconnect_timeout
-        with self._waiting.one():
+        with self.waiting.one():
             while True:
                 try:
                     return await self.find(name)
@@ -219,7 +220,7 @@ class Upstream:
         """
         if name is None:
             return only_model(await self.models())
-        model = self._remembered(name)
+        model = self.remembered(name)
         if model is None:
             model = await self._with_adapter(name)
             if model is not None and any(one.name == name for one in await self.models()):
@@ -299,7 +300,7 @@ class Upstream:
     async def _with_adapter(self, name: str) -> ServedModel | None:
         """The known model with this adapter; asked again if it was asked too long ago."""
         found = self._known_adapter(name)
-        if found is None or self._remembered(found.name) is not None:
+        if found is None or self.remembered(found.name) is not None:
             return found
         await self._look_up(found.name)
         return self._known_adapter(name)
@@ -315,7 +316,8 @@ class Upstream:
                 return model.with_adapter(adapter, name)
         return None
 
-    def _remembered(self, name: str) -> ServedModel | None:
+    def remembered(self, name: str) -> ServedModel | None:
+        """A model whose facts are fresh."""
         seen, model = self._known.get(name, (float("-inf"), None))
         return model if time.monotonic() - seen < _INFO_SECONDS else None
 
@@ -324,7 +326,7 @@ class Upstream:
         try:
             metadata = await self.client.metadata(name)
             names = text_inputs(metadata)
-            remembered = self._remembered(name)
+            remembered = self.remembered(name)
             if names is None or remembered is not None:
                 return remembered if names else None
             info = await self._info(name) if _RESUMES in names[0] else {}

@@ -11,7 +11,7 @@ __all__ = ["WaitingRequests"]
 
 
 class WaitingRequests:
-    """The requests of a process whose Triton has not said yet whether it has their model; each holds its body.
+    """The requests to the same Tritons that have not said yet whether they have the model; each holds its body.
 
     Args:
         limit: maximum number.
@@ -26,14 +26,14 @@ class WaitingRequests:
         """Count a request while it waits.
 
         Raises:
-            APIError: 429, there are too many.
+            APIError: 503, there are too many; another gateway may reach Triton.
         """
         if self.count >= self._limit:
             raise APIError(
-                429,
+                503,
                 f"{self.count} requests wait for Triton to answer about their model, as many as may "
                 f"(max_open_requests={self._limit}); try again later",
-                code="too_many_requests",
+                code="upstream_unreachable",
                 retry_after=1.0,
             )
         self.count += 1

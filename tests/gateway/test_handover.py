@@ -30,12 +30,13 @@ from inflight_gateway.upstream import Upstream
 
 async def test_the_first_token_comes_from_one_triton_and_the_rest_from_the_other() -> None:
     pair = Pair(lambda _: [first(), asyncio.Event()])
-    text, result = await pair.run(temperature=1.0, tenant="t", cache_salt="s", request_priority=3, timeout=50.0)
+    sampling = {"temperature": 1.0, "max_tokens": 17}
+    text, result = await pair.run(**sampling, tenant="t", cache_salt="s", request_priority=3, timeout=50.0)
     assert text == "ABC" == result.text and result.token_ids == [5, 7, 7]
     assert (result.usage.input_tokens, result.usage.output_tokens, result.usage.cached_tokens) == (300, 3, 12)
     [asked], [rest] = pair.prefills[0].requests, pair.decode.requests
     assert asked.resume_token_ids is None and rest.resume_token_ids == [[5]]
-    assert asked.sampling == {"temperature": 1.0} and rest.sampling == {"temperature": 1.0, "seed": 1234}
+    assert asked.sampling == sampling and rest.sampling == {**sampling, "seed": 1234}
     for one in (asked, rest):
         assert (one.tenant, one.cache_salt, one.request_priority) == ("t", "s", 3)
         assert one.timeout is not None and 40 < one.timeout <= 50
@@ -59,7 +60,8 @@ async def test_an_answer_that_ends_with_its_first_token_is_complete() -> None:
     assert not pair.prefills[0].streams[0].cancelled.is_set(), "its end and a cancellation must not race"
 
 
-async def test_a_short_answer_is_read_to_its_end_after_its_first_token() -> None:
+@pytest.mark.parametrize("limit", [{"max_tokens": 16}, {}])  # the engine's default is 16
+async def test_a_short_answer_is_read_to_its_end_after_its_first_token(limit: dict[str, int]) -> None:
     """Its end comes soon, and a cancellation could race with it; the client does not wait for it."""
     goes_on, ended = asyncio.Event(), asyncio.Event()
 
@@ -68,7 +70,7 @@ async def test_a_short_answer_is_read_to_its_end_after_its_first_token() -> None
         ended.set()
 
     pair = Pair(lambda _: script())
-    assert (await pair.run(max_tokens=16))[0] == "ABC" and pair.outcomes == ["handed_over"]
+    assert (await pair.run(**limit))[0] == "ABC" and pair.outcomes == ["handed_over"]
     [stream] = pair.prefills[0].streams
     assert not stream.cancelled.is_set()
     goes_on.set()

@@ -335,7 +335,8 @@ async def test_no_more_requests_wait_for_a_server_than_can_be_open(name: str | N
     for other in ("demo", "another", None):
         with pytest.raises(APIError, match=_TOO_MANY) as caught:
             await asyncio.wait_for(upstream.resolve(other), 20)
-        assert (caught.value.status, caught.value.code) == (429, "too_many_requests")
+        error = caught.value  # as of one that cannot be reached: a proxy asks another gateway
+        assert (error.status, error.code, error.retry_after) == (503, "upstream_unreachable", 1.0)
     client.answers.set()
     assert (await first).name == (await upstream.resolve("demo")).name == "demo"
     client.answers.clear()
@@ -345,7 +346,7 @@ async def test_no_more_requests_wait_for_a_server_than_can_be_open(name: str | N
     assert (await asyncio.wait_for(upstream.resolve("demo"), 20)).name == "demo", "a known model is not waited for"
     other.cancel()
     await asyncio.gather(other, return_exceptions=True)
-    assert upstream._waiting.count == 0
+    assert upstream.waiting.count == 0
 
 
 async def test_a_request_that_waits_for_another_attempt_counts_until_its_end() -> None:
@@ -353,7 +354,7 @@ async def test_a_request_that_waits_for_another_attempt_counts_until_its_end() -
     metadata = client.metadata
 
     async def unreachable(model: str) -> Any:
-        tried.put_nowait(upstream._waiting.count)
+        tried.put_nowait(upstream.waiting.count)
         if tried.qsize() < 3:
             raise ServerUnreachableError("cannot reach 127.0.0.1:1")
         return await metadata(model)
@@ -361,34 +362,79 @@ async def test_a_request_that_waits_for_another_attempt_counts_until_its_end() -
     client.metadata = unreachable  # type: ignore[method-assign]
     upstream = Upstream(GatewayOptions(), client)
     assert (await upstream.resolve("demo")).name == "demo"
-    assert [tried.get_nowait() for _ in range(3)] == [1, 1, 1] and upstream._waiting.count == 0
+    assert [tried.get_nowait() for _ in range(3)] == [1, 1, 1] and upstream.waiting.count == 0
 
 
-@pytest.mark.parametrize("name", ["qwen", "others", None])
-async def test_requests_that_wait_for_the_tritons_of_several_models_count_together(name: str | None) -> None:
-    options = GatewayOptions(max_open_requests=1)
-    waiting = WaitingRequests(1)
-    clients = {one: NoAnswer(one) for one in ("qwen", "llama", "others")}
-    each = {one: Upstream(options, client, waiting=waiting) for one, client in clients.items()}
-    both = ModelUpstreams({"qwen": each["qwen"], "llama": each["llama"]}, each["others"], waiting)
-    first = asyncio.create_task(both.resolve(name))
-    while not any(client.asked.is_set() for client in clients.values()):
-        await asyncio.sleep(0)
-    for other in ("qwen", "llama", "others", None):
+class Groups:
+    """Tritons of `qwen`, of `llama` and of all others; they say nothing, and one request can wait for each."""
+
+    def __init__(self) -> None:
+        options = GatewayOptions(max_open_requests=1)
+        self.clients = {one: NoAnswer(one) for one in ("qwen", "llama", "others")}
+        each = {one: Upstream(options, client) for one, client in self.clients.items()}
+        self.waiting = WaitingRequests(1)
+        self.both = ModelUpstreams({one: each[one] for one in ("qwen", "llama")}, each["others"], self.waiting)
+        self.counts = [self.waiting, *(one.waiting for one in each.values())]
+
+    async def resolve(self, name: str | None) -> str:
+        return (await asyncio.wait_for(self.both.resolve(name), 20)).name
+
+    async def waits(self, name: str | None, *asked: str) -> asyncio.Task[str]:
+        """A request for a model, after these Tritons were asked about it."""
+        task = asyncio.create_task(self.resolve(name))
+        for one in asked:
+            await self.clients[one].asked.wait()
+        return task
+
+    async def is_refused(self, name: str | None) -> None:
         with pytest.raises(APIError, match=_TOO_MANY):
-            await asyncio.wait_for(both.resolve(other), 20)
-    for client in clients.values():
+            await self.resolve(name)
+
+
+async def test_requests_that_wait_for_one_model_leave_the_others() -> None:
+    groups = Groups()
+    for name in ("llama", "others"):
+        groups.clients[name].answers.set()
+    for _ in range(2):
+        first = await groups.waits("qwen", "qwen")
+        await groups.is_refused("qwen")
+        for _ in range(2):  # anew, and from what is remembered
+            assert [await groups.resolve(name) for name in ("llama", "others")] == ["llama", "others"]
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        groups.clients["qwen"].asked.clear()
+    assert [one.count for one in groups.counts] == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["an adapter", None])
+async def test_questions_that_all_must_answer_have_a_count_of_their_own(name: str | None) -> None:
+    groups = Groups()
+    for one in ("llama", "others"):
+        groups.clients[one].answers.set()
+    first = await groups.waits(name, "qwen")
+    for other in ("another adapter", None):
+        await groups.is_refused(other)
+    groups.both._all[-1]._known.clear()  # as after some time
+    for other in ("llama", "others"):
+        assert await groups.resolve(other) == other
+    groups.clients["qwen"].answers.set()
+    with pytest.raises(APIError, match="does not exist" if name else "models here: qwen, llama, others"):
+        await first
+    assert [one.count for one in groups.counts] == [0] * 4
+
+
+async def test_a_known_model_is_served_while_others_wait_for_the_same_tritons() -> None:
+    groups = Groups()
+    for client in groups.clients.values():
         client.answers.set()
-    if name is None:
-        with pytest.raises(APIError, match="models here: qwen, llama, others"):
-            await first
-    else:
-        assert (await first).name == name
-    assert (await both.resolve("llama")).name == "llama"
-    assert waiting.count == 0
-
-
-def test_all_groups_have_one_count() -> None:
-    both = upstream_for(GatewayOptions(triton=("a=127.0.0.1:1", "b=127.0.0.1:2", "127.0.0.1:3")), lambda *_: None)
-    assert isinstance(both, ModelUpstreams)
-    assert {id(one._waiting) for one in both._all} == {id(both._waiting)}
+    assert await groups.resolve("others") == "others"
+    groups.both.forget()  # as a request for an unknown name does
+    client = groups.clients["others"]
+    client.answers.clear()
+    client.asked.clear()
+    first = await groups.waits("new", "others")
+    await groups.is_refused("newer")
+    assert await groups.resolve("others") == "others"
+    client.answers.set()
+    with pytest.raises(APIError, match="does not exist"):
+        await first
