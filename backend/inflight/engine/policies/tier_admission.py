@@ -325,12 +325,7 @@ class TierAdmission(EngineListener):
         return range(min(start + size - 1, num_blocks), too_short, -1)
 
     def _ahead_of(self, request: Request, own: int, waiting: Iterable[tuple[Request, int]]) -> int:
-        """Tokens of prompts that are computed before a request's `own` blocks: running ones and `waiting` ones.
-
-        Args:
-            own: blocks that the request has to compute.
-            waiting: prompts that have not started, and the blocks of each that are left.
-        """
+        """Tokens of running and `waiting` prompts, each with its blocks left, computed before a request's `own` blocks."""
         if request.num_preemptions:
             return 0
         most = own if request.num_tokens <= self._short else math.inf
