@@ -325,7 +325,7 @@ class TierAdmission(EngineListener):
         return range(min(start + size - 1, num_blocks), too_short, -1)
 
     def _ahead_of(self, request: Request, own: int, waiting: Iterable[tuple[Request, int]]) -> int:
-        """Tokens of running and `waiting` prompts, each with its blocks left, computed before a request's `own` blocks."""
+        """Tokens of running and `waiting` prompts (with blocks left) that come before a request's `own` blocks."""
         if request.num_preemptions:
             return 0
         most = own if request.num_tokens <= self._short else math.inf
